@@ -244,17 +244,17 @@ def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[S
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
     if ops <= SMALL_OPS and _leaves(problem):
-        # CP-SAT and windows find the schedules; parts prove or bound them, and states do in a fraction of a second.
+        # CP-SAT and windows find the schedules; states of a few devices and CP-SAT on parts prove or bound them.
         return [
             [
                 TimeSlice("search", searches.annealing, 0.05, workers),
-                TimeSlice("cp-sat", searches.cp_sat, 0.33, workers),
-                TimeSlice("bound", searches.parts, 0.3, workers),
-                TimeSlice("bound", searches.part_bounds, 0.12, workers),
-                TimeSlice("windows", searches.lns, 0.1, workers),
-                TimeSlice("search", searches.annealing, 0.05, workers),
-                TimeSlice("states", searches.states, 0.02, workers, once=True),
-                TimeSlice("states", searches.copy_states, 0.03, workers, once=True),
+                TimeSlice("cp-sat", searches.cp_sat, 0.45, workers),
+                TimeSlice("states", searches.copy_states, 0.4, workers),
+                TimeSlice("bound", searches.parts, 0.03, workers),
+                TimeSlice("bound", searches.part_bounds, 0.02, workers),
+                TimeSlice("windows", searches.lns, 0.02, workers),
+                TimeSlice("search", searches.annealing, 0.02, workers),
+                TimeSlice("states", searches.states, 0.01, workers, once=True),
             ]
         ]
     many_chunks = len(problem.stages) > 2 * len(problem.devices)
@@ -287,7 +287,7 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         return _with_modes(problem, ops, workers)
     first = [TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
     if _leaves(problem):
-        shares = (0.2, 0.15) if ops <= MOST_MODEL_OPS else (0.4, 0.25)
+        shares = (0.15, 0.1) if ops <= MOST_MODEL_OPS else (0.4, 0.25)
         lists, pattern = ("ada-offload", searches.in_flight), ("pattern", searches.modulo)
         first = [TimeSlice(*lists, shares[0], once=True), TimeSlice(*pattern, shares[1], once=True)]
     if ops <= MOST_STATE_OPS:

@@ -1,29 +1,31 @@
-"""States of progress with copies: also which activations are away, and how much time channels have had for O.
+"""States of progress with copies: also which activations are away, and when channels are free.
 
-R are steps like F and B, in the order of all starts. An O is only counted when an F or R needs the room: its channel
-has had time for it by then. Of a stage the latest activation leaves, and the first comes back; others need not be tried
-(docs/math/bounds.md). So a state has few successors, and a part of the devices few states.
+O and R are steps like F and B, in the order of all starts. Of a stage the latest activation leaves, and the first comes
+back; others need not be tried (docs/math/bounds.md). So a state has few successors, and one, two or three devices have
+few states: what lies between their ops on other devices is a delay, what lies before and behind them a head and a tail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil, floor, gcd
+from itertools import combinations
+from math import ceil, floor
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from optpipe.ops import Ints
-from optpipe.problem import Problem
+from optpipe.problem import Floats, Problem
 from optpipe.stage import exact
 from solver.bounds.device import usable_bytes
 from solver.bounds.unit_costs import UnitCosts
+from solver.bounds.unit_order import OpTimes, from_stage, op_times
 from solver.exact.progress import NEVER, Ends, Tables, longer, undominated
-from solver.exact.relaxation import parts, projected
 from solver.exact.states import LEAST_SHARE, Dolls
 from solver.limits import Limits
 from solver.scale import handles_states
@@ -31,7 +33,6 @@ from solver.solution import OnSolution, Solution
 
 MOST_STATES = 20_000
 """States with the same number of F and B begun that are kept; where there are more, a smaller value is asked for."""
-
 
 MOST_STAGES = 62
 """Stages whose activations that are away are bits of one number."""
@@ -42,12 +43,12 @@ class Copies(NamedTuple):
 
     `offload`, `reload`: time of a copy. `group`: the devices that share its channels, -1 where nothing leaves. `moved`:
     its bytes. `freed`: bytes that the end of B frees at once. `whole` by ops done and device: bytes that a microbatch
-    holds there if none of it is away. `budget` by device. `step` by group: ticks of which the times of all O are
-    multiples. `duplex`: 1 where O and R have channels of their own.
+    holds there if none of it is away. `budget` by device. `duplex`: 1 where O and R have channels of their own.
 
     `at` are the first columns of the parts of a state: ops done and stages away (a bit each) of each microbatch, what
     each group reloads; then times: when the next op of each microbatch can start, when its last one ends, when each
-    device is free and its debt (`states.States`), when each channel for R is free and the debt of that for O.
+    device is free and its debt (`states.States`), when the channels for O and for R are free, when the last activation
+    of each stage that leaves has left; and the least value that the state can have.
     """
 
     offload: Ints
@@ -57,10 +58,12 @@ class Copies(NamedTuple):
     freed: Ints
     whole: Ints
     budget: Ints
-    step: Ints
     duplex: int
     at: Ints
 
+
+QUESTION = 0.6
+"""Largest share of a group's time or work for the question whether it has anything better than the best schedule."""
 
 NOTHING = -1
 """Content of the column of what a group reloads, where its channel for R is free."""
@@ -69,25 +72,26 @@ NOTHING = -1
 @njit(cache=True, nogil=True)
 def _room_from(row: Ints, d: int, needed: int, at: int, tables: Tables, copies: Copies) -> int:
     """The earliest time from `at` on at which device d has room for what needs so many bytes beside its budget."""
-    away, end, free, debt = copies.at[1], copies.at[4], copies.at[5], copies.at[6]
+    away, end, free, debt, gone = copies.at[1], copies.at[4], copies.at[5], copies.at[6], copies.at[9]
     stages = len(copies.moved)
-    excess, until, freed = needed, at, 0
+    excess, b_until, freed, o_until, moved = needed, at, 0, at, 0
     for i in range(away):
         k = row[i]
         excess += copies.whole[k, d]
-        gone, s = row[away + i], 0
-        while gone:
-            if gone & 1 and tables.device[s] == d:
+        for s in range(stages):
+            if row[away + i] >> s & 1 and tables.device[s] == d:
                 excess -= copies.moved[s]
-            gone >>= 1
-            s += 1
         if k > stages and tables.device[k - 1] == d and row[end + i] > at:  # a backward that runs
-            until, freed = row[end + i], copies.freed[2 * stages - k]
-    if until > at:
-        room_at = max(at, _weights_free(row, d, excess + freed, row[free + d], row[debt + d], away, tables))
-        if room_at < until:
-            return room_at
-    return max(until, _weights_free(row, d, excess, row[free + d], row[debt + d], away, tables))
+            b_until, freed = row[end + i], copies.freed[2 * stages - k]
+    for s in range(stages):
+        if tables.device[s] == d and row[gone + s] > at:  # an O that runs
+            o_until, moved = row[gone + s], copies.moved[s]
+    earliest = NEVER
+    for time in (at, b_until, o_until):
+        held = excess + (freed if b_until > time else 0) + (moved if o_until > time else 0)
+        room_at: int = max(time, _weights_free(row, d, held, row[free + d], row[debt + d], away, tables))
+        earliest = min(earliest, room_at)
+    return earliest
 
 
 @njit(cache=True, nogil=True)
@@ -120,33 +124,22 @@ def _pending(row: Ints, d: int, microbatches: int, tables: Tables) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _can_leave(row: Ints, g: int, now: int, copies: Copies) -> int:
-    """The time of O of all activations of group g that are there by now."""
-    away, end = copies.at[1], copies.at[4]
-    stages, ticks = len(copies.moved), 0
-    for i in range(away):
-        k = row[i]
-        for s in range(min(k, 2 * stages - k)):
-            if copies.group[s] == g and not row[away + i] >> s & 1 and (k > s + 1 or row[end + i] <= now):
-                ticks += copies.offload[s]
-    return ticks
-
-
-@njit(cache=True, nogil=True)
 def _pass_to(row: Ints, now: int, busy: int, tables: Tables, copies: Copies) -> None:
     """Let the time of a state be that of its last start; device `busy` has begun an op then."""
     away, last, ready, end, free = copies.at[1], copies.at[2], copies.at[3], copies.at[4], copies.at[5]
-    debt, channel, owed = copies.at[6], copies.at[7], copies.at[8]
+    debt, leaving, coming, gone = copies.at[6], copies.at[7], copies.at[8], copies.at[9]
     for e in range(debt - free):
         if e == busy or row[free + e] < now:
             row[free + e] = max(row[free + e], now)
             row[debt + e] = max(row[debt + e], now - _pending(row, e, away, tables))
     for g in range(ready - last):
-        if copies.duplex or row[channel + g] <= now:
-            row[owed + g] = max(row[owed + g], now - _can_leave(row, g, now, copies))
-        if row[channel + g] <= now:
-            row[channel + g] = now
+        row[leaving + g] = max(row[leaving + g], now)
+        if row[coming + g] <= now:
+            row[coming + g] = now
             row[last + g] = NOTHING
+    for s in range(len(copies.moved)):
+        if row[gone + s] <= now:
+            row[gone + s] = 0
     for i in range(away):
         if row[end + i] <= now:
             row[end + i] = 0
@@ -156,9 +149,9 @@ def _pass_to(row: Ints, now: int, busy: int, tables: Tables, copies: Copies) -> 
 def _least(row: Ints, tables: Tables, copies: Copies, ends: Ends) -> int:
     """The least value that a state can have; what can start is no earlier than its device is free from then on."""
     away, last, ready, free = copies.at[1], copies.at[2], copies.at[3], copies.at[5]
-    debt, channel = copies.at[6], copies.at[7]
+    debt, coming, value = copies.at[6], copies.at[8], copies.at[10]
     ops = len(tables.length)
-    least = 0
+    least: int = row[value]
     for e in range(debt - free):
         left = 0
         for i in range(away):
@@ -172,202 +165,224 @@ def _least(row: Ints, tables: Tables, copies: Copies, ends: Ends) -> int:
         if k == ops:
             row[ready + i] = 0
             continue
-        at = row[free + tables.device[k]]
-        if k > 0:
-            at = row[ready + i] = max(at, row[ready + i])
+        at = row[ready + i] = max(row[free + tables.device[k]], row[ready + i])
         least = max(least, at + tables.length[k] + ends.tail[k, i])
         if k == 0:
             break
     for g in range(ready - last):
         reloads, tail = 0, NEVER
         for i in range(away):
-            gone, s = row[away + i], 0
-            while gone:
-                if gone & 1 and copies.group[s] == g:
+            for s in range(len(copies.moved)):
+                if row[away + i] >> s & 1 and copies.group[s] == g:
                     reloads += copies.reload[s]
                     b = ops - 1 - s
                     tail = min(tail, tables.length[b] + ends.tail[b, i])
-                gone >>= 1
-                s += 1
         if tail < NEVER:
-            least = max(least, row[channel + g] + reloads + tail)
+            least = max(least, row[coming + g] + reloads + tail)
+    row[value] = least
     return least
 
 
 @njit(cache=True, nogil=True)
-def _successors(
-    rows: Ints, tables: Tables, copies: Copies, ends: Ends, limit: int, most: int, reloads: bool
-) -> tuple[Ints, int]:
-    """States after one more R, or one more F or B, that can still end by `limit`; the least value of those left out."""
-    away, last, ready, end, free = copies.at[1], copies.at[2], copies.at[3], copies.at[4], copies.at[5]
-    debt, channel, owed = copies.at[6], copies.at[7], copies.at[8]
+def _after_copies(rows: Ints, tables: Tables, copies: Copies, ends: Ends, limit: int, most: int) -> tuple[Ints, int]:
+    """States after one more O or R that can still end by `limit`; the least value of those left out."""
+    away, last, end, leaving, coming = copies.at[1], copies.at[2], copies.at[4], copies.at[7], copies.at[8]
+    gone = copies.at[9]
     ops, stages = len(tables.length), len(copies.moved)
     room, size, beyond = max(1024, 2 * len(rows)), 0, NEVER
     found = np.empty((room, rows.shape[1]), np.int64)
-    row = np.empty(rows.shape[1], np.int64)
-    most_stages = np.bincount(tables.device[:stages]).max()
-    depth = 2 * most_stages**2 * away + 1  # two choices for each stage and activation of a device
-    stack, stack_at = np.empty((depth, rows.shape[1]), np.int64), np.empty((depth, 2), np.int64)
     for a in range(len(rows)):
         if size > most:
             break
-        for n in range(stages if reloads else away):
-            j, s, c = n, -1, -1
-            if reloads:
-                s, c = n, copies.group[n]
-                j = 0
-                while j < away and not rows[a, away + j] >> s & 1:  # the first that is away
-                    j += 1
-                if j == away:
-                    continue
-                k, d = rows[a, j], tables.device[s]
-                start, needed = rows[a, channel + c], copies.moved[s] - copies.budget[d]
-            else:
-                k = rows[a, j]
-                if k == ops or (j > 0 and rows[a, j - 1] <= k):
-                    if k == 0:
-                        break
-                    continue
-                d = tables.device[k]
-                start, needed = max(rows[a, free + d], rows[a, ready + j]), -NEVER // 2
-                if k < stages:
-                    needed = tables.needed[k]
-                else:
-                    s = ops - 1 - k
-                    if rows[a, away + j] >> s & 1:
-                        continue
-                    c = copies.group[s]
-                    if c >= 0 and rows[a, last + c] == s * away + j:
-                        start = max(start, rows[a, channel + c])
-            stack[0], stack_at[0, 0], stack_at[0, 1], waiting = rows[a], start, 0, 1
-            while waiting:
-                waiting -= 1
-                row[:] = stack[waiting]
-                start, first = stack_at[waiting, 0], stack_at[waiting, 1]
-                at = _room_from(row, d, needed, start, tables, copies)
-                if at > start:
-                    waiting = _let_leave(stack, stack_at, waiting, row, d, start, first, at, tables, copies)
-                if at >= NEVER:
-                    continue
-                # At once, or when the W (or the O, for a reload) that is running then has ended.
-                if reloads:
-                    spent, step, pending = at - row[owed + c], copies.step[c], _can_leave(row, c, at, copies)
-                    later = at if copies.duplex else at + (-spent) % step
-                else:
-                    spent, step, pending = at - row[debt + d], tables.weight_step[d], _pending(row, d, away, tables)
-                    later = at + (-spent) % step
-                if spent >= pending:
-                    later = at
-                for now in range(at, later + 1, max(later - at, 1)):
-                    if size == room:
-                        room *= 2
-                        found = longer(found, room)
-                    new = found[size]
-                    new[:] = row
-                    if reloads:
-                        _pass_to(new, now, -1, tables, copies)
+        row = rows[a]
+        for s in range(stages):
+            g, d = copies.group[s], tables.device[s]
+            if g < 0:
+                continue
+            if size + away + 1 > room:
+                room *= 2
+                found = longer(found, room)
+            first, count, before = -1, 0, NEVER
+            for n in range(away):
+                i = away - 1 - n
+                k = row[i]
+                if row[away + i] >> s & 1:
+                    first, count = i, count + 1
+                elif s < k < ops - s and before > row[leaving + g]:
+                    at = max(row[leaving + g], row[end + i] if k == s + 1 else 0)
+                    if at < before:  # the latest that can leave by then
+                        before = at
+                        new = found[size]
+                        new[:] = row
+                        _pass_to(new, at, -1, tables, copies)
+                        new[away + i] ^= 1 << s
+                        new[gone + s] = new[leaving + g] = at + copies.offload[s]
                         if not copies.duplex:
-                            new[owed + c] += (now - new[owed + c]) % step + copies.reload[s]
-                        new[channel + c] = now + copies.reload[s]
-                        new[last + c] = s * away + j
-                        new[away + j] ^= 1 << s
-                    else:
-                        _pass_to(new, now, d, tables, copies)
-                        new[debt + d] += (now - new[debt + d]) % step + tables.length[k]
-                        new[free + d] = now + tables.length[k]
-                        new[j] += 1
-                        new[end + j] = new[free + d]
-                        new[ready + j] = new[free + d] + tables.delay[k]
-                    least = _least(new, tables, copies, ends)
-                    if least <= limit:
-                        size += 1
-                    else:
-                        beyond = min(beyond, least)
-            if not reloads and rows[a, j] == 0:
-                break
+                            new[coming + g] = new[leaving + g]
+                        least = _least(new, tables, copies, ends)
+                        if least <= limit:
+                            size += 1
+                        else:
+                            beyond = min(beyond, least)
+            if count == 0:
+                continue
+            at = max(row[coming + g], row[gone + s] if count == 1 else 0)
+            at = _room_from(row, d, copies.moved[s] - copies.budget[d], at, tables, copies)
+            if at >= NEVER:
+                continue
+            new = found[size]
+            new[:] = row
+            _pass_to(new, at, -1, tables, copies)
+            new[away + first] ^= 1 << s
+            new[last + g] = s * away + first
+            new[coming + g] = at + copies.reload[s]
+            if not copies.duplex:
+                new[leaving + g] = new[coming + g]
+            least = _least(new, tables, copies, ends)
+            if least <= limit:
+                size += 1
+            else:
+                beyond = min(beyond, least)
     return found[:size], beyond
 
 
 @njit(cache=True, nogil=True)
-def _let_leave(
-    stack: Ints,
-    stack_at: Ints,
-    waiting: int,
-    row: Ints,
-    d: int,
-    start: int,
-    first: int,
-    before: int,
-    tables: Tables,
-    copies: Copies,
-) -> int:
-    """Put on the stack what a state becomes where one more activation of device d has left, if that is `before`.
+def _after_ops(
+    rows: Ints, tables: Tables, copies: Copies, head: Ints, ends: Ends, limit: int, most: int
+) -> tuple[Ints, int]:
+    """States after one more F or B that can still end by `limit`; the least value of those left out.
 
-    Of each stage the latest that is there, or one before it that is there earlier.
+    `head` (ops, microbatches): the earliest start of each op.
     """
-    away, end, channel, owed = copies.at[1], copies.at[4], copies.at[7], copies.at[8]
-    ops = len(tables.length)
-    for s in range(first, len(copies.moved)):
-        g = copies.group[s]
-        if tables.device[s] != d or g < 0:
-            continue
-        left_at = row[owed + g] + copies.offload[s]
-        without = max(start, left_at if copies.duplex or left_at > row[channel + g] else 0)
-        for n in range(away):
-            i = away - 1 - n
-            k = row[i]
-            if k <= s or k > ops - 1 - s or row[away + i] >> s & 1:
-                continue
-            at = max(without, row[end + i] + copies.offload[s] if k == s + 1 else 0)
-            if at < before:
-                stack[waiting] = row
-                stack[waiting, away + i] ^= 1 << s
-                stack[waiting, owed + g] = left_at
-                stack_at[waiting, 0], stack_at[waiting, 1] = at, s
-                waiting += 1
-            if at == without:
+    away, last, ready, end, free = copies.at[1], copies.at[2], copies.at[3], copies.at[4], copies.at[5]
+    debt, coming, value = copies.at[6], copies.at[8], copies.at[10]
+    ops, stages = len(tables.length), len(copies.moved)
+    room, size, beyond = max(1024, 2 * len(rows)), 0, NEVER
+    found = np.empty((room, rows.shape[1]), np.int64)
+    for a in range(len(rows)):
+        if size > most:
+            break
+        row = rows[a]
+        if size + 2 * away > room:
+            room *= 2
+            found = longer(found, room)
+        for j in range(away):
+            k = row[j]
+            if j > 0 and row[j - 1] == 0:
                 break
-    return waiting
+            if k == ops or (j > 0 and row[j - 1] <= k):
+                continue
+            d = tables.device[k]
+            at = max(row[free + d], row[ready + j])
+            if k < stages:
+                at = _room_from(row, d, tables.needed[k], at, tables, copies)
+                if at >= NEVER:
+                    continue
+            else:
+                s = ops - 1 - k
+                if row[away + j] >> s & 1:
+                    continue
+                g = copies.group[s]
+                if g >= 0 and row[last + g] == s * away + j:
+                    at = max(at, row[coming + g])
+            # At once, or when the W that is running then has ended.
+            spent, later = at - row[debt + d], at
+            if spent < _pending(row, d, away, tables):
+                later = at + (-spent) % tables.weight_step[d]
+            for now in range(at, later + 1, max(later - at, 1)):
+                new = found[size]
+                new[:] = row
+                _pass_to(new, now, d, tables, copies)
+                new[debt + d] += (now - new[debt + d]) % tables.weight_step[d] + tables.length[k]
+                new[free + d] = new[end + j] = now + tables.length[k]
+                new[j] += 1
+                if k + 1 < ops:
+                    new[ready + j] = max(new[free + d] + tables.delay[k], head[k + 1, j])
+                new[value] = max(new[value], new[free + d] + ends.tail[k, j])
+                least = _least(new, tables, copies, ends)
+                if least <= limit:
+                    size += 1
+                else:
+                    beyond = min(beyond, least)
+    return found[:size], beyond
+
+
+class PartTimes:
+    """Heads and tails of all F and B of so many of the last microbatches, from any stage on; each made once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._times: dict[tuple[int, int], OpTimes | None] = {}
+
+    def of(self, microbatches: int, low: int) -> OpTimes | None:
+        """Those of the pipeline from stage `low` on; None where no schedule keeps the budgets."""
+        if (microbatches, low) not in self._times:
+            own = {"microbatches": microbatches, "microbatch_factors": None}  # all of them are 1, if there are any
+            part = from_stage(Problem.from_data(self.problem.to_data() | own), low)
+            self._times[microbatches, low] = op_times(UnitCosts.of(part))
+        return self._times[microbatches, low]
 
 
 def copy_state_bound(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
-    """A better bound where copies take time, from states of the first device, then of ever more, the others as delays.
+    """A better bound where copies take time, from states of each device, then of each two, and so on.
 
-    Ends at the first part whose least value is not known in half of the time left, or of all work. Reports each better
+    The others are delays. Ends where no part of so many devices is solved in its share of the time. Reports each better
     bound; the orders of `start` come back. Returns it where there are no states for the problem (`handles_states`).
     """
     if not handles_states(problem) or len(problem.stages) > MOST_STAGES:
         return start
-    answer, inside_us = start, 0.0
-    for number, kept in enumerate([*parts(problem, problem.stages[0].device), range(len(problem.stages))], 1):
+    answer, share, times, lock = start, 1.0, PartTimes(problem), Lock()
+    devices = [d for d, stages in enumerate(problem.stages_of) if stages]
+    counted = limits.deterministic_limit is not None  # one after another, so that every run is the same
+    beside = 1 if counted else limits.workers
+
+    def is_solved(group: Sequence[int], share: float) -> bool:
+        nonlocal answer
         if limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us):
-            break
-        part = projected(problem, kept) if len(kept) < len(problem.stages) else problem
-        dolls = CopyDolls(part, limits.part(0.5 if limits.deterministic_limit is None else 0.5**number))
+            return True
+        own = replace(limits.part(share), workers=limits.workers if len(devices) == len(group) else 1)
+        dolls = CopyDolls(problem, own, group, times)
         highest = ceil(Fraction(answer.value_us) / dolls.unit_us) - 1 if answer.value_us < float("inf") else NEVER
-        dolls.known[-1] = floor(Fraction(inside_us) / dolls.unit_us)
+        dolls.known[-1] = floor(Fraction(answer.bound_us) / dolls.unit_us)
         for proved in dolls.bounds(highest):
-            inside_us = max(inside_us, float(proved * dolls.unit_us))
-            if inside_us > answer.bound_us:
-                answer = replace(answer, bound_us=inside_us)
-                on_solution(answer)
-        if not dolls.is_reached:
+            with lock:
+                if (bound_us := float(proved * dolls.unit_us)) > answer.bound_us:
+                    answer = replace(answer, bound_us=bound_us)
+                    on_solution(answer)
+        return dolls.is_reached
+
+    for number in range(1, len(devices) + 1):
+        groups = list(combinations(devices, number))
+        share /= len(groups) + 1
+        # What one group leaves of the time is for the others; of work, which is not given back, each has a share.
+        shares = [share if counted else 1 / ((len(groups) - n - 1) // beside + 2) for n in range(len(groups))]
+        with ThreadPoolExecutor(beside) as pool:
+            solved = list(pool.map(is_solved, groups, shares))
+        if not any(solved) or limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us):
             break
     return answer
 
 
 class CopyDolls(Dolls):
-    """The least values of the last 1, 2, ... microbatches where copies take time."""
+    """The least values of the last 1, 2, ... microbatches of some devices where copies take time.
+
+    `keeps_values`: False where it is only asked whether a value is possible. A state may then be left out for another
+    with a larger value, as long as that is possible too.
+    """
 
     most_states = MOST_STATES
 
-    def __init__(self, problem: Problem, limits: Limits) -> None:
+    def __init__(self, problem: Problem, limits: Limits, devices: Collection[int], times: PartTimes) -> None:
         super().__init__(problem, limits)
-        costs, stages = UnitCosts.of(problem), problem.stages
+        self.devices, self.times, self.keeps_values = sorted(devices), times, True
+        self.kept = [s for s, stage in enumerate(problem.stages) if stage.device in devices]
+        ops, costs = 2 * len(problem.stages), UnitCosts.of(problem)
+        self.places = np.array([*self.kept, *(ops - 1 - s for s in reversed(self.kept))])
+        stages = [problem.stages[s] for s in self.kept]
         copied = [stage.offload if stage.offload and stage.offload.bytes else None for stage in stages]
-        group_of = {d: g for g, devices in enumerate(problem.channel_groups) for d in devices}
+        group_of = {d: g for g, members in enumerate(problem.channel_groups) for d in members}
         used = sorted({group_of[stage.device] for stage, copy in zip(stages, copied, strict=True) if copy})
-        group = [used.index(group_of[stages[s].device]) if copy else -1 for s, copy in enumerate(copied)]
+        group = [used.index(group_of[stage.device]) if copy else -1 for stage, copy in zip(stages, copied, strict=True)]
         offload, reload = (
             np.array([int(exact(time_us) / self.unit_us) for time_us in times_us], np.int64)
             for times_us in (
@@ -375,41 +390,110 @@ class CopyDolls(Dolls):
                 [copy.reload_us if copy else 0 for copy in copied],
             )
         )
+        self.tables = self._part_of(self.tables)
         whole, pending = (sizes[:, 0].astype(np.int64) for sizes in (costs.whole, np.minimum(costs.whole, costs.left)))
-        held = np.zeros((2 * len(stages) + 1, len(problem.devices)), np.int64)
+        held = np.zeros((len(self.places) + 1, len(self.devices)), np.int64)
         for k in range(len(held)):
-            for s, stage in enumerate(stages):
-                held[k, stage.device] += pending[s] if k >= 2 * len(stages) - s else whole[s] if k > s else 0
-        budgets = [min(usable_bytes(problem, d), NEVER // 4) for d in range(len(problem.devices))]
-        steps = [
-            gcd(*(int(ticks) for ticks, g in zip(offload, group, strict=True) if g == n)) or 1 for n in range(len(used))
-        ]
+            for n, (s, stage) in enumerate(zip(self.kept, stages, strict=True)):
+                size = pending[s] if k >= len(self.places) - n else whole[s] if k > n else 0
+                held[k, self.devices.index(stage.device)] += size
         self.groups = len(used)
         self.copies = Copies(
             offload,
             reload,
             np.array(group, np.int64),
             np.array([copy.bytes if copy else 0 for copy in copied], np.int64),
-            whole - pending,
+            (whole - pending)[self.kept],
             held,
-            np.array(budgets, np.int64),
-            np.array(steps, np.int64),
+            np.array([min(usable_bytes(problem, d), NEVER // 4) for d in self.devices], np.int64),
             int(problem.copy_channels.duplex),
             np.zeros(0, np.int64),
         )
 
+    def _part_of(self, tables: Tables) -> Tables:
+        """Costs of the ops of the devices alone; the way from one to the next, over others, is a delay."""
+        ends = np.cumsum(np.concatenate([[0], tables.length + tables.delay]))
+        delay = np.zeros(len(self.places), np.int64)
+        delay[:-1] = ends[self.places[1:]] - ends[self.places[:-1]] - tables.length[self.places[:-1]]
+        number = {d: n for n, d in enumerate(self.devices)}
+        begun = np.concatenate([[0], self.places + 1])  # ops done of all where so many of the part are
+        return tables._replace(  # what is left as it is the states with copies do not ask for
+            length=tables.length[self.places],
+            delay=delay,
+            device=np.array([number[int(d)] for d in tables.device[self.places]], np.int64),
+            needed=tables.needed[self.places],
+            held=tables.held[begun][:, self.devices],
+            weights=tables.weights[begun][:, self.devices],
+            left=tables.left[begun][:, self.devices],
+            weight_ticks=tables.weight_ticks[self.devices],
+            weight_bytes=tables.weight_bytes[self.devices],
+            weight_from=np.searchsorted(self.places, tables.weight_from[self.devices] - 1) + 1,
+            ranks=tables.ranks[self.devices],
+            weight_step=tables.weight_step[self.devices],
+        )
+
+    def bounds(self, highest: int) -> Iterator[int]:
+        """Yield ever larger lower bounds for all microbatches; first whether anything is at most `highest` at all."""
+        if highest < NEVER:
+            self.keeps_values, self.least = False, [0] * self.problem.microbatches
+            ends, is_over = self._ends(self.problem.microbatches), self.over(QUESTION)
+            answered = self._ask(self.problem.microbatches, highest, ends, is_over) if ends is not None else None
+            if answered is not None and answered[0] > highest:
+                self.is_reached = True
+                yield answered[0]
+                return
+            self.keeps_values, self.least = True, [0]
+        yield from super().bounds(highest)
+
+    def _known(self, count: int) -> int:
+        return self.known[count]  # other bounds need not hold from the first F of the part on
+
+    def _ends(self, count: int) -> Ends | None:
+        """Heads and tails of the last microbatches; None where no schedule keeps the budgets.
+
+        Where stages before those of the devices are left out, microbatches may have waited for the first F of these
+        ones, and what heads from before it say of the others need not hold then. Those from that F on do.
+        """
+        low, everything = self.kept[0], self.problem.microbatches
+        one, own, whole = self.times.of(1, 0), self.times.of(count, low), self.times.of(count, 0)
+        if one is None or own is None or whole is None:
+            return None
+        before = ceil(one.forward_heads[low, 0] / float(self.unit_us) - 1e-6)
+        kept, own_kept = self.kept, [s - low for s in self.kept]
+        self.head = before + self._ticks(own.forward_heads[own_kept], own.backward_heads[own_kept], upwards=True)
+        if count == everything:
+            heads = self._ticks(whole.forward_heads[kept], whole.backward_heads[kept], upwards=True)
+            self.head = np.maximum(self.head, heads)
+        tail = self._ticks(whole.forward_tails[kept], whole.backward_tails[kept], upwards=False)
+        first_tails = np.array(self.least[count - 1 : 0 : -1]) - before - self.tables.length[0]
+        tail[0, 1:] = np.maximum(tail[0, 1:], first_tails)
+        weights, last_tail = np.zeros(len(self.devices), np.int64), np.zeros(len(self.devices), np.int64)
+        for n, d in enumerate(self.devices):
+            weights[n] = self.tables.weights[-1, n] * count
+            last_tail[n] = tail[len(tail) - 1 - kept.index(self.problem.stages_of[d][0]), -1]
+        spans, first = self.problem.objective == "device_span", self.problem.stages[0].device
+        return Ends(tail, last_tail, weights, np.array([not spans or d == first for d in self.devices]))
+
+    def _ticks(self, forward_us: Floats, backward_us: Floats, *, upwards: bool) -> Ints:
+        """Times of F and B of the stages kept as whole ticks by op."""
+        ticks = np.concatenate([forward_us, backward_us[::-1]]) / float(self.unit_us)
+        rounded: Ints = (np.ceil(ticks - 1e-6) if upwards else np.floor(ticks + 1e-6)).astype(np.int64)
+        return rounded
+
     def _ask(self, count: int, limit: int, ends: Ends, is_over: Callable[[], bool]) -> tuple[int, bool] | None:
-        ops, devices, least = len(self.tables.length), len(self.problem.devices), NEVER
-        parts = [count, count, self.groups, count, count, devices, devices, self.groups, self.groups]
-        at = np.cumsum([0, *parts])
+        ops, devices, least = len(self.tables.length), len(self.devices), NEVER
+        sizes = [count, count, self.groups, count, count, devices, devices, self.groups, self.groups, len(self.kept), 1]
+        at = np.cumsum([0, *sizes])
         self.copies = self.copies._replace(at=at)
         rows = np.zeros((1, int(at[-1])), np.int64)
         rows[:, at[2] : at[3]] = NOTHING
+        rows[:, at[3] : at[4]] = self.head[0]
         for n in range(ops * count + 1):
             newest = rows
-            while len(newest):  # R may follow one another
-                found, beyond = self._after(newest, ends, limit, reloads=True)
+            while len(newest):  # copies may follow one another
+                found, beyond = self._after(newest, ends, limit, copies=True)
                 least = min(least, beyond)
+                found[:, -1] *= self.keeps_values
                 kept = undominated(np.concatenate([rows, found]), int(at[3]))
                 newest = found[kept[kept >= len(rows)] - len(rows)]
                 rows = np.concatenate([rows[kept[kept < len(rows)]], newest])
@@ -417,21 +501,23 @@ class CopyDolls(Dolls):
                     return None
             if n == ops * count:
                 break
-            found, beyond = self._after(rows, ends, limit, reloads=False)
+            found, beyond = self._after(rows, ends, limit, copies=False)
             least = min(least, beyond)
             if not len(found):
                 return (max(least, limit + 1), False) if least < NEVER else None
+            found[:, -1] *= self.keeps_values
             rows = found[undominated(found, int(at[3]))]
-        ends_at = np.where(ends.counted, rows[:, at[6] : at[7]] + ends.weights, 0)
-        return int(ends_at.max(axis=1).min()), True
+        return int(rows[:, -1].min()), True
 
-    def _after(self, rows: Ints, ends: Ends, limit: int, *, reloads: bool) -> tuple[Ints, int]:
-        """`_successors`, on as many cores as the search may use."""
+    def _after(self, rows: Ints, ends: Ends, limit: int, *, copies: bool) -> tuple[Ints, int]:
+        """States after one more copy, or one more F or B, on as many cores as the search may use."""
         shares = max(1, min(self.limits.workers, len(rows) // LEAST_SHARE))
         most = 8 * self.most_states
 
         def of_share(part: Ints) -> tuple[Ints, int]:
-            return _successors(part, self.tables, self.copies, ends, limit, most, reloads)
+            if copies:
+                return _after_copies(part, self.tables, self.copies, ends, limit, most)
+            return _after_ops(part, self.tables, self.copies, self.head, ends, limit, most)
 
         if shares == 1:
             found = [of_share(rows)]

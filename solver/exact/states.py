@@ -101,12 +101,7 @@ class Dolls:
         Ends at the least value itself, where there are too many states, or when this share of what is left is spent.
         """
         is_over, self.is_reached = self.over(share), False
-        ends, proved = self._ends(count), max(self.least[-1], self.known[count])
-        if count == self.problem.microbatches or self.problem.objective == "makespan":
-            # Not for fewer microbatches and spans, as the largest may be that of another device.
-            own = {"microbatches": count, "microbatch_factors": None}  # all of them are 1, if there are any
-            bound_us = lower_bound_us(Problem.from_data(self.problem.to_data() | own))
-            proved = max(proved, floor(bound_us * (1 - 1e-11) / self.unit_us))
+        ends, proved = self._ends(count), max(self.least[-1], self._known(count))
         self.least.append(proved)
         stride, refused = max(proved // 512, 1), highest + 1
         limit = min(proved, highest)
@@ -126,6 +121,14 @@ class Dolls:
                 return
             stride *= 2
             limit = min(proved + stride, refused - 1)
+
+    def _known(self, count: int) -> int:
+        """A bound in ticks for the last `count` microbatches without a search."""
+        if count < self.problem.microbatches and self.problem.objective == "device_span":
+            return self.known[count]  # the largest span may be that of another device
+        own = {"microbatches": count, "microbatch_factors": None}  # all of them are 1, if there are any
+        bound_us = lower_bound_us(Problem.from_data(self.problem.to_data() | own))
+        return max(self.known[count], floor(bound_us * (1 - 1e-11) / self.unit_us))
 
     @property
     def left(self) -> float:

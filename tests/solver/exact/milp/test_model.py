@@ -154,7 +154,7 @@ def test_cancel_keeps_the_best(delay_s: float | None) -> None:
 
 def test_refuses_a_model_that_is_too_large_before_it_is_built() -> None:
     problem = instance("po-10.5b-4k-d8-v5-m64-mem0.25")
-    with pytest.raises(MethodError, match=r"a model of 12800 ops, and its limit is 3000.*Maybe use auto"):
+    with pytest.raises(MethodError, match=r"a model of 12,800 ops, and its limit is 3,000.*Maybe use auto"):
         solve_milp(problem, Limits(60), Solution(), lambda answer: None)
 
 
@@ -197,5 +197,5 @@ def test_is_refused_before_any_start_is_made(monkeypatch: pytest.MonkeyPatch) ->
         raise AssertionError("a start was made")
 
     monkeypatch.setattr(import_module("solver.solve"), "offer_published", never)
-    with pytest.raises(MethodError, match=r"its limit is 3000.*Maybe use auto"):
+    with pytest.raises(MethodError, match=r"its limit is 3,000.*Maybe use auto"):
         solved(instance("po-10.5b-4k-d8-v5-m64-mem0.25"))
