@@ -216,9 +216,12 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
         # The orders of a million ops take seconds to make and to judge: a good start needs no first ones.
         if closest is None and start.gap > HOPEFUL - 1 and trials.value_us(trials.lists.first) < inf:
             offer(kind, trials, trials.lists.first)
-        if closest is not None and problem.has_modes:  # else there are few kinds
+        if closest is not None:
             guesses = (closest[1].in_flight, trials.lists.first.in_flight)
-            if min(trials.value_us(replace(trials.lists.first, in_flight=n)) for n in guesses) > HOPEFUL * closest[0]:
+            guess_us = min(trials.value_us(replace(trials.lists.first, in_flight=n)) for n in guesses)
+            if guess_us > HOPEFUL * closest[0]:
+                if not problem.has_modes:  # there are few kinds, so that each has its turn, this one behind the others
+                    runs.append((guess_us, k, kind, trials, found))
                 continue
         if (first := next(found, None)) is not None and (value_us := trials.value_us(first)) < inf:
             runs.append((value_us, k, kind, trials, found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import inf
 
@@ -67,6 +68,24 @@ def test_many_microbatches_take_the_choice_of_few() -> None:
     assert within_budgets(problem, best.orders, simulate(problem, best.orders))
     whole = Trials(PlainLists(problem, True), WORK)
     assert best.value_us <= 1.02 * min(whole.value_us(choice) for choice in improving(whole))
+
+
+def test_lists_that_are_far_worse_have_their_turn_behind_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else lists that are slow to play would take the time in which random choices of better ones are tried."""
+    turns: list[str] = []
+
+    def noted(turn: str, choices: Callable[[Trials], Iterator[Choice]]) -> Callable[[Trials], Iterator[Choice]]:
+        def run(trials: Trials) -> Iterator[Choice]:
+            turns.append(f"{turn} {type(trials.lists).__name__}")
+            yield from choices(trials)
+
+        return run
+
+    monkeypatch.setattr("solver.search.in_flight.improving", noted("steps", improving))
+    monkeypatch.setattr("solver.search.in_flight.varied", noted("random", varied))
+    problem = uniform(4, 16, budget=4, offload=HALF)
+    in_flight_search(problem, Limits(deterministic_limit=0.1), Solution(), lambda _: None)
+    assert turns == ["steps ListsInMemory", "random ListsInMemory", "steps PlainLists", "steps PlainLists"]
 
 
 def test_a_good_start_waits_for_a_better_choice_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
