@@ -21,10 +21,13 @@ SLOW_TEST_S = 3600
 """A limit for tests that are marked as slow; that of all others is in pyproject.toml."""
 
 
-def pytest_configure() -> None:
-    """Let tests interrupt themselves and what they start: all that a script runs in the background ignores SIGINT."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def pytest_runtest_setup() -> None:
+    """Let tests interrupt themselves and what they start.
+
+    All that a script runs in the background ignores SIGINT. OR-Tools takes it for the time of a solve, unless it is
+    told not to, and then leaves it to the system, which ends the process.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
