@@ -103,15 +103,15 @@ def successors(states: States, tables: Tables, ends: Ends, limit: int, most: int
     """States after one more op that can still end by `limit`.
 
     Also returns, for each, the row of the state that it follows, the microbatch of its last op, the start of that op,
-    the least value that it can have, and the sum of the debts and of the work left of all devices; and the least value
-    that those left out could have, NEVER if none is. Stops once there are more than `most`.
+    and the least value that it can have; and the least value that those left out could have, NEVER if none is. Stops
+    once there are more than `most`.
     """
     count, microbatches = states.done.shape
     devices, ops = states.free.shape[1], len(tables.length)
     room, size, beyond = max(1024, 2 * count), 0, NEVER
     done, ready = np.empty((room, microbatches), np.int64), np.empty((room, microbatches), np.int64)
     free, debt = np.empty((room, devices), np.int64), np.empty((room, devices), np.int64)
-    steps = np.empty((room, 5), np.int64)
+    steps = np.empty((room, 4), np.int64)
     for a in range(count):
         if size > most:
             break
@@ -143,10 +143,9 @@ def successors(states: States, tables: Tables, ends: Ends, limit: int, most: int
                         free, debt, steps = longer(free, room), longer(debt, room), longer(steps, room)
                     done[size], ready[size] = states.done[a], states.ready[a]
                     free[size], debt[size] = states.free[a], states.debt[a]
-                    least, spent = _run(done[size], ready[size], free[size], debt[size], j, at, tables, ends)
+                    least = _run(done[size], ready[size], free[size], debt[size], j, at, tables, ends)
                     if least <= limit:
-                        steps[size, 0], steps[size, 1], steps[size, 2] = a, j, at
-                        steps[size, 3], steps[size, 4] = least, spent
+                        steps[size, 0], steps[size, 1], steps[size, 2], steps[size, 3] = a, j, at, least
                         size += 1
                 if least > limit:
                     beyond = min(beyond, least)
@@ -200,10 +199,8 @@ def _pending(done: Ints, d: int, tables: Tables) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _run(
-    done: Ints, ready: Ints, free: Ints, debt: Ints, j: int, start: int, tables: Tables, ends: Ends
-) -> tuple[int, int]:
-    """Run the next op of microbatch j; no other op starts before it from then on. Returns as `_settle`."""
+def _run(done: Ints, ready: Ints, free: Ints, debt: Ints, j: int, start: int, tables: Tables, ends: Ends) -> int:
+    """Run the next op of microbatch j; no other op starts before it from then on. Returns the least value after it."""
     k = done[j]
     d = tables.device[k]
     for e in range(len(free)):
@@ -214,32 +211,71 @@ def _run(
     free[d] = start + tables.length[k]
     done[j] += 1
     ready[j] = free[d] + tables.delay[k]
-    return _settle(done, ready, free, debt, tables, ends)
+    least = 0
+    for e in range(len(free)):
+        left = 0
+        for ops_done in done:
+            left += tables.left[ops_done, e]
+        if left > 0:
+            least = max(least, free[e] + left + ends.last_tail[e])
+        if ends.counted[e]:
+            least = max(least, debt[e] + left + ends.weights[e])
+    for i in range(len(done)):
+        k = done[i]
+        if k == len(tables.length):
+            ready[i] = 0  # the same in all states, so that it keeps none from dominating another
+            continue
+        at = free[tables.device[k]]
+        if k > 0:
+            at = ready[i] = max(at, ready[i])
+        least = max(least, at + tables.length[k] + ends.tail[k, i])
+        if k == 0:
+            break  # of those that have not begun, the first stands for all
+    return least
 
 
 @njit(cache=True, nogil=True)
-def _settle(done: Ints, ready: Ints, free: Ints, debt: Ints, tables: Tables, ends: Ends) -> tuple[int, int]:
-    """Raise the times of a state to those at which anything can start; its least value, and its debts with work left.
+def foresee(states: States, tables: Tables, ends: Ends) -> tuple[Ints, Ints]:
+    """Raise the times of states to those at which anything can start; their least values, and their lost time.
 
     A device starts nothing before the first op that comes to it, and an F for which W alone make no room waits for a
-    backward.
+    backward. The least value counts what a device can have run before each of its next backwards. Lost time: the sum
+    of the debts and of the work left of all devices.
     """
-    ops, begun = len(tables.length), 0
-    while begun < len(done) and done[begun] > 0:
-        begun += 1
-    microbatches = min(begun + 1, len(done))  # of those that have not begun, the first stands for all
-    least, spent, later = 0, 0, len(done) - microbatches
+    count, microbatches = states.done.shape
+    least, lost = np.zeros(count, np.int64), np.zeros(count, np.int64)
     base, coming = np.empty(microbatches, np.int64), np.empty(microbatches, np.int64)
-    for i in range(microbatches):
-        k = done[i]
-        if k == ops:
-            ready[i], base[i] = 0, NEVER // 2
-            continue
-        ready[i] = max(ready[i], free[tables.device[k]])
-        base[i] = ready[i] - tables.place[k]
+    for a in range(count):
+        done, ready, free, debt = states.done[a], states.ready[a], states.free[a], states.debt[a]
+        begun = 0
+        while begun < microbatches and done[begun] > 0:
+            begun += 1
+        least[a], lost[a] = _foresee(done, ready, free, debt, min(begun + 1, microbatches), base, coming, tables, ends)
+    return least, lost
+
+
+@njit(cache=True, nogil=True)
+def _foresee(
+    done: Ints,
+    ready: Ints,
+    free: Ints,
+    debt: Ints,
+    count: int,
+    base: Ints,
+    coming: Ints,
+    tables: Tables,
+    ends: Ends,
+) -> tuple[int, int]:
+    """`foresee` for one state. Of the microbatches behind the first `count` none has begun; they follow the last of it.
+
+    `base` and `coming` are room for a number a microbatch.
+    """
+    ops, later, least, lost = len(tables.length), len(done) - count, 0, 0
+    for i in range(count):
+        base[i] = ready[i] - tables.place[done[i]] if done[i] < ops else NEVER // 2
     for e in range(len(free)):
         left, pending, kept, first, backward = later * tables.left[0, e], 0, 0, NEVER // 2, NEVER // 2
-        for i in range(microbatches):
+        for i in range(count):
             k = done[i]
             left += tables.left[k, e]
             pending += tables.weights[k, e]
@@ -248,7 +284,7 @@ def _settle(done: Ints, ready: Ints, free: Ints, debt: Ints, tables: Tables, end
             if coming[i] < ops:
                 backward = min(backward, base[i] + tables.place[coming[i]])
         room_at, of_op = 0, -1
-        for i in range(microbatches):
+        for i in range(count):
             k = done[i]
             if 2 * k < ops and tables.device[k] == e:
                 if k != of_op:
@@ -262,17 +298,17 @@ def _settle(done: Ints, ready: Ints, free: Ints, debt: Ints, tables: Tables, end
                 free[e] = first
                 debt[e] = max(debt[e], first - pending)
             least = max(least, free[e] + left + ends.last_tail[e])
-            room = max(tables.budget[e] - kept, 0)
-            least = max(least, _after_backwards(done, base, coming, later, e, left, pending, room, tables, ends))
+            room, own, next_ops = max(tables.budget[e] - kept, 0), base[:count], coming[:count]
+            least = max(least, _after_backwards(done, own, next_ops, later, e, left, pending, room, tables, ends))
         if ends.counted[e]:
             least = max(least, debt[e] + left + ends.weights[e])
-        spent += debt[e] + left
-    for i in range(microbatches):
+        lost += debt[e] + left
+    for i in range(count):
         k = done[i]
         if k < ops:
             ready[i] = max(ready[i], free[tables.device[k]])
             least = max(least, ready[i] + tables.length[k] + ends.tail[k, i])
-    return least, spent
+    return least, lost
 
 
 MOST_BACKWARDS = 4

@@ -119,7 +119,8 @@ def test_the_first_state_knows_how_long_the_warm_up_idles(seed: int, least_us: i
     ends = dolls._ends(8)
     assert ends is not None
     first = States(*(np.zeros((1, size), np.int64) for size in (8, 8, 4, 4)))
-    _, steps, _ = dolls._step(first, ends, NEVER // 4, NEVER)
+    found, steps, _ = dolls._step(first, ends, NEVER // 4, NEVER)
+    _, steps = dolls._foresee(found, steps, ends, NEVER // 4)
     assert steps[:, 3].tolist() == [least_us / dolls.unit_us]
     assert least_us == lower_bound_us(problem)
 
