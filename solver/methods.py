@@ -259,12 +259,12 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method_named(name: str) -> Method:
-    """The method of that name. Raises InputError that lists the names."""
+def method_named(name: str, field: str = "method") -> Method:
+    """The method of that name. Raises InputError that names the field and lists the methods."""
     if name not in METHODS:
-        close = get_close_matches(name.lower(), METHODS, 1)
+        close = get_close_matches(str(name).lower(), METHODS, 1)
         detail = f"is {name!r}; the methods are {', '.join(METHODS)}." + "".join(f" Maybe {one}." for one in close)
-        raise InputError([Issue("method", "unknown_method", detail)])
+        raise InputError([Issue(field, "unknown_method", detail)])
     return METHODS[name]
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import current_thread, main_thread
 
-from optpipe.errors import InfeasibleError, NoSolutionError
+from optpipe.document import shown
+from optpipe.errors import InfeasibleError, InputError, Issue, NoSolutionError
 from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -36,11 +37,18 @@ def solve(
     """The best schedule that `method` finds within `limits`, verified.
 
     `starts` are orders for this problem from elsewhere, such as `solver.cache`; those within the budgets help a
-    search. A cancelled search returns the best schedule so far. Raises InputError for limits that are none, MethodError
-    where the method cannot handle the problem, InfeasibleError where no schedule keeps the budgets, NoSolutionError
-    where none was found in time.
+    search. A cancelled search returns the best schedule so far. Raises InputError for arguments of other types, unknown
+    methods and limits out of range, MethodError where the method cannot handle the problem, InfeasibleError where no
+    schedule keeps the budgets, NoSolutionError where none was found in time.
     """
-    limits = limits or Limits()
+    limits = Limits() if limits is None else limits
+    for name, given, kind, maybe in (
+        ("problem", problem, Problem, "Problem.load(path)"),
+        ("limits", limits, Limits, "Limits(time_limit_s=10)"),
+    ):
+        if not isinstance(given, kind):
+            detail = f"is {shown(given)} but must be of type {kind.__name__}. Maybe {maybe}."
+            raise InputError([Issue(name, "wrong_type", detail)])
     limits.check()
     if current_thread() is main_thread():  # the one that Ctrl-C interrupts
         load_compiler()

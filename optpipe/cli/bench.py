@@ -90,7 +90,7 @@ def command(
         )
         raise InputError([Issue("--record", "installed_suite", detail)])
     loaded = Suite.load(path)
-    cases = expand_cases(path, loaded, names_in(methods) if methods else None, only)
+    cases = expand_cases(path, loaded, None if methods is None else names_in(methods), only)
     if record:
         check_writable(path)
     if plot:

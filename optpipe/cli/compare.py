@@ -62,9 +62,9 @@ def command(
     from solver.limits import Cancel, Limits
     from solver.methods import METHODS, method_named
 
-    names = names_in(methods) if methods else [name for name in METHODS if name != "auto"]
+    names = [name for name in METHODS if name != "auto"] if methods is None else names_in(methods)
     for name in names:
-        method_named(name)
+        method_named(name, "--methods")
     if plot:
         check_picture(plot)
     loaded = Problem.load(problem)

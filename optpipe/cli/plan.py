@@ -217,7 +217,7 @@ def _search(
     issues: list[Issue] = []
     if objective not in ("makespan", "device_span"):
         issues.append(Issue("--objective", "unknown", f"is {objective!r} but must be makespan or device_span."))
-    names = names_in(placements) if placements else list(DEFAULT_PLACEMENTS)
+    names = list(DEFAULT_PLACEMENTS) if placements is None else names_in(placements)
     for name in names:
         try:
             parse_placement(name)

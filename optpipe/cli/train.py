@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.cli.console import AsJson, compile_once, parse_share, parse_size, print_json, stderr
+from optpipe.document import shown
 from optpipe.errors import InputError, Issue, OptPipeError, needs_extra
 from optpipe.files import check_writable, write_atomically
 from optpipe.ops import Orders
@@ -182,6 +184,13 @@ def _train(config: TrainingConfig, as_json: bool) -> int:
 def _check_outputs(config: TrainingConfig) -> None:
     """Raise InputError before the training if an output could not be written; missing folders are created."""
     output = config.output
+    profiles = output.profile_folder if output.profiled_steps else None
+    folders = {"checkpoints.folder": config.checkpoints.folder, "output.tensorboard": output.tensorboard}
+    for name, folder in (folders | {"output.profile_folder": profiles}).items():
+        for place in (folder, *folder.parents) if folder else ():
+            if os.path.exists(place) and not os.path.isdir(place):
+                detail = f"is {shown(str(folder))}, but {place} is a file. Maybe name another folder."
+                raise InputError([Issue(name, "no_folder", detail)])
     for path in (output.trace, output.metrics, output.plot):
         if path is not None:
             with suppress(OSError):  # check_writable reports it

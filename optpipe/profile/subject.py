@@ -192,7 +192,7 @@ class Named:
     def _find(self) -> Callable[..., Any]:
         module_name, _, attribute = self.name.partition(":")
         if not module_name or not attribute:
-            self.refuse("bad_name", "is not of the form package.module:callable.")
+            self.refuse("bad_name", "is not of the form package.module:callable. Maybe my_module:my_callable.")
         try:
             module = import_module(module_name)
         except Exception as error:
@@ -200,10 +200,11 @@ class Named:
             self.refuse("not_imported", f"cannot be imported: {_text_of(error)}.{maybe}")
         found = getattr(module, attribute, None)
         if not callable(found):
-            close = get_close_matches(attribute, dir(module), n=1)
-            maybe = f" Maybe you meant {close[0]}." if close else ""
+            callables = [name for name, value in vars(module).items() if callable(value)]
+            close = get_close_matches(attribute, callables, n=1)
+            maybe = f"you meant {close[0]}" if close else "it is in another module"
             what = "has no" if found is None else "has no callable"
-            self.refuse("no_callable", f"module {module_name} {what} {attribute}.{maybe}")
+            self.refuse("no_callable", f"module {module_name} {what} {attribute}. Maybe {maybe}.")
         call: Callable[..., Any] = found
         return call
 

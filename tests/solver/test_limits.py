@@ -32,6 +32,20 @@ def test_values_that_are_no_limits(given: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("x.json",), "problem is 'x.json' but must be of type Problem. Maybe Problem.load(path)."),
+        ((uniform(2, 3), "1f1b", 10), "limits is 10 but must be of type Limits. Maybe Limits(time_limit_s=10)."),
+        ((uniform(2, 3), None), "method is None; the methods are auto"),
+    ],
+)
+def test_arguments_of_other_types(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        solve(*arguments)
+    assert message in str(caught.value)
+
+
 def test_no_limit_of_time() -> None:
     assert solve(uniform(2, 3), "1f1b", Limits(float("inf"), gap=1)).value_us > 0
 

@@ -118,7 +118,8 @@ def test_other_commands(cli: Cli, problem_file: Path, schedule_file: Path, tmp_p
     assert "is a schedule but a problem is needed" in refused(cli, "solve", schedule_file)
     assert ".bmp" in refused(cli, "plot", schedule_file, "-o", tmp_path / "x.bmp")
     assert ".bmp" in refused(cli, "compare", problem_file, "--plot", tmp_path / "x.bmp")
-    assert "methods are" in refused(cli, "compare", problem_file, "--methods", "cp-sat,nope")
+    assert "--methods is 'nope'; the methods are" in refused(cli, "compare", problem_file, "--methods", "cp-sat,nope")
+    assert "--methods is ''; the methods are" in refused(cli, "compare", problem_file, "--methods", "")
     assert "--to" in refused(cli, "export", schedule_file, "--to", "pdf", "-o", tmp_path / "x")
     assert "Choose from: chrome-trace, torch-csv, megatron, torchtitan, lp, mps" in refused(
         cli, "export", schedule_file, "-o", tmp_path / "x"

@@ -92,6 +92,10 @@ def test_files(cli: Cli, quick_schedule_file: Path, tmp_path: Path, text: str, m
         (("--checkpoint-every", "0"), "--checkpoint-every is 0 but must be at least 1."),
         (("--plot", "run.jpg"), "--plot is 'run.jpg' but must end in .png, .svg, .html."),
         (("--plot", "README.md/run.png"), "README.md is a file, not a folder."),
+        (("--checkpoint", "README.md"), "--checkpoint is 'README.md', but README.md is a file. Maybe name another"),
+        (("--checkpoint", "README.md/x/y"), "--checkpoint is 'README.md/x/y', but README.md is a file. Maybe name"),
+        (("--tensorboard", "README.md"), "--tensorboard is 'README.md', but README.md is a file. Maybe name another"),
+        (("--profile-steps", "3", "--profile-folder", "README.md"), "--profile-folder is 'README.md', but README.md"),
         (("--config", "missing.toml"), "missing.toml: cannot be read: No such file or directory. Maybe the path is"),
         (("--solve",), "--schedule is given, but --solve has one found before training. Maybe --online, which begins"),
         (

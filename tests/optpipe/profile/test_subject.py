@@ -48,7 +48,7 @@ RETURNING = "import torch\nfrom torch import nn\nx = torch.zeros(2, 3)\ndef buil
         ("broken_import", "import no_such_package", "cannot be imported: ModuleNotFoundError: No module named"),
         ("broken_syntax", "def build(:", "cannot be imported: SyntaxError"),
         ("misspelt", "def biuld(): ...", "module misspelt has no build. Maybe you meant biuld."),
-        ("no_callable", "build = 3", "module no_callable has no callable build."),
+        ("no_callable", "build = 3", "module no_callable has no callable build. Maybe it is in another"),
         ("raising", "def build():\n    raise ValueError('no data.')", "raises ValueError: no data at raising.py:2."),
         ("a_list", RETURNING + "[nn.Linear(3, 3)]", "returns a list of 1, but must return the tuple (stages, inputs,"),
         ("nothing", RETURNING + "None", "returns a NoneType, but must return the tuple"),
@@ -73,7 +73,7 @@ def test_the_folder_s_absence_is_the_likely_reason() -> None:
 
 @pytest.mark.parametrize("name", ["module:", ":build"])
 def test_half_a_name(name: str) -> None:
-    with pytest.raises(InputError, match=r"is not of the form package\.module:callable"):
+    with pytest.raises(InputError, match=r"is not of the form package\.module:callable\. Maybe my_module:"):
         load_subject(name)
 
 
