@@ -133,7 +133,7 @@ def microbatch_factors(profile: LayerProfile, lengths: Lengths) -> list[dict[str
 
 
 def evened(lengths: Lengths) -> Lengths:
-    """The same number of microbatches and of tokens in all, with equal documents: each has as many of the same length.
+    """Lengths of equal microbatches with as many tokens in all: the same number of equal documents in each.
 
     One document each if they have one each; the length is rounded.
     """

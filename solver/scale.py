@@ -131,7 +131,7 @@ def has_ways(problem: Problem, device: int) -> bool:
 
 
 def refuse_beyond_milp(problem: Problem) -> None:
-    """Raise ModelTooLargeError where the mixed-integer program would be, MethodError where it lacks fused backwards."""
+    """Raise MethodError where the mixed-integer program lacks fused backwards, ModelTooLargeError beyond its limit."""
     for s, stage in enumerate(problem.stages):
         if not stage.split_backward and has_ways(problem, stage.device):
             raise MethodError(

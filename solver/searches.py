@@ -112,7 +112,7 @@ KERNELS = {
     annealing: "search",
     copy_states: "copies",
 }
-"""Those with kernels, each with the stage of `solver.kernels` at which these are compiled, the quickest first."""
+"""Searches with kernels, each with the stage of `solver.kernels` that compiles them, the quickest first."""
 
 
 def is_ready(search: Callable[..., Solution]) -> bool:

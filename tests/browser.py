@@ -29,7 +29,7 @@ WAIT_MS = 60_000
 COMPILE_MS = 120_000
 """The first request for all published schedules compiles kernels where none are cached."""
 KEY_NAME = "optpipe.key"
-"""Where the page keeps the key."""
+"""Name under which the page keeps the key."""
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from optpipe.stage import Stage
 
 Time = cp_model.LinearExprT
 Change = tuple[Time, int, cp_model.LiteralT]
-"""When a level changes, by how many bytes, and whether it does at all."""
+"""Time of a change of a level, its bytes, and the literal that says if it happens."""
 
 
 class _Run(NamedTuple):

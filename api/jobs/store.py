@@ -72,7 +72,7 @@ class Store:
         self._reading = for_reading(self._engine)
         self._submissions = Submissions(self._engine, settings)
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
-        """Those who wait for a job to change, by its id, or for any job of an owner, by the owner's."""
+        """Waiters for a change of a job, by its id, or of any job of an owner, by the owner's."""
         self._listener = Listener(url, {CHANGED: self._changed}, self._anything_changed)
 
     async def __aenter__(self) -> Self:

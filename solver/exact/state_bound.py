@@ -21,10 +21,10 @@ PART_SHARE = 0.2
 """Largest share of the time or work left that a part may take."""
 
 FEW_OPS = 400
-"""F and B up to which the whole problem is looked at at once: parts of it take as long, and prove less."""
+"""Number of F and B up to which the whole problem is asked at once: its parts take as long, and prove less."""
 
 MOST_OPS = 1_000
-"""F and B up to which the whole problem is looked at even where a part of it has too many states."""
+"""Number of F and B up to which the whole problem is asked even where a part of it has too many states."""
 
 
 def state_bound(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
@@ -74,7 +74,7 @@ def _parts(problem: Problem) -> Iterator[Sequence[int]]:
 
 
 def _raised(answer: Solution, dolls: Dolls, known: list[int], on_solution: OnSolution) -> Solution:
-    """The answer with the bounds of these dolls, from what is `known` for each number of microbatches, and is after."""
+    """Raise the bound by these dolls, from the ticks `known` of each number of microbatches, which are updated."""
     dolls.known = known
     highest = ceil(Fraction(answer.value_us) / dolls.unit_us) - 1 if answer.value_us < float("inf") else NEVER
     for proved in dolls.bounds(highest):

@@ -23,7 +23,7 @@ FIRST_WIDTH = 100
 """States that the first search keeps of each number of ops begun."""
 
 GROWTH = 4
-"""How many times as many each further search keeps."""
+"""Factor by which each further search keeps more."""
 
 
 def beam_search(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:

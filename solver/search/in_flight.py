@@ -140,7 +140,7 @@ class PlainLists(Lists):
 
 
 class ListsByStage(Lists):
-    """Those of the problem that one variant a stage makes, in which all is kept that fits."""
+    """Lists of the problem with one variant a stage, in which all is kept that fits."""
 
     def __init__(self, problem: Problem, chosen: Sequence[Variant]) -> None:
         super().__init__(problem, LEADS)
@@ -155,7 +155,7 @@ class ListsByStage(Lists):
 
 
 class ListsInMemory(Lists):
-    """Those in which memory decides: what is recomputed in mode ``modes[s]``, and leaves in ``out[s]`` (0: nothing).
+    """Lists in which memory decides what recomputes in mode ``modes[s]``, and what leaves in ``out[s]`` (0: nothing).
 
     `planned`: it begins with twice 1F1B's number in flight, and recomputes what the plan for that number does.
     """

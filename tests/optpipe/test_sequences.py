@@ -119,7 +119,7 @@ def test_messages_of_slices_have_their_lengths() -> None:
 
 
 def test_keys_and_values_of_slices_stay() -> None:
-    """Of 200 bytes a stage 40 are keys and values: no mode throws them away, and they do not leave."""
+    """40 of the 200 bytes of a stage are keys and values: no mode throws them away, and they do not leave."""
     copies = {"offload_bytes_per_us": 40, "reload_bytes_per_us": 20}
     layers = [ATTENDING | {"repeat": 4, "recomputation": {"kept_bytes": 20, "offload_bytes": 20}, "offload_bytes": 100}]
     profile = attending(copies=copies, layers=layers)

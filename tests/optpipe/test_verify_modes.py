@@ -175,7 +175,7 @@ def test_a_mode_keeps_its_budget_to_the_byte() -> None:
 
 @pytest.mark.parametrize("field", ["busy_us", "bubble", "peak_bytes", "peak_bytes_any_timing"])
 def test_figures_count_recomputation(field: str) -> None:
-    """What would be claimed if nothing was recomputed."""
+    """Each figure is claimed as if nothing was recomputed."""
     data = every_mode().to_data()
     data["devices"][0][field] -= {"busy_us": 1 + 2 + 1, "bubble": -4 / 15}.get(field, 1)
     assert {violation.rule for violation in verify(Schedule.from_data(data)).violations} == {"claim"}

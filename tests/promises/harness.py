@@ -49,7 +49,7 @@ from tests.problems import KNOWN_OPTIMA
 from tests.random_timings import exceeded, random_peaks_bytes
 
 PATIENCE_S = 120.0
-"""How long a test waits for what comes much sooner on a machine that is not overloaded."""
+"""Time limit of a test for what comes much sooner on a machine that is not overloaded."""
 
 LOOK_S = 0.05
 

@@ -24,7 +24,7 @@ APART_S = 0.7
 PROBLEM = uniform(4, 8)
 
 LOOKS = 10
-"""How often, at least, the age of the last heartbeat is looked at."""
+"""Least number of times that the age of the last heartbeat is looked at."""
 
 
 async def test_it_is_seen_at_once(store: Store, settings: Settings) -> None:

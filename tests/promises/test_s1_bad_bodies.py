@@ -15,7 +15,7 @@ from tests.api.harness import PROBLEM, body
 
 ROUTES = ("/v1/schedules", "/v1/analyze", "/v1/compare")
 AT_ONCE_S = 5.0
-"""How long an answer may take on a busy machine; without care some of these bodies take minutes."""
+"""Time limit of an answer on a busy machine; without care some of these bodies take minutes."""
 
 GOOD = json.dumps(body())
 BODIES: dict[str, bytes] = {

@@ -40,7 +40,7 @@ LAST, MOST_LAST = 500, 4000
 """Number of ops of the first of these windows, and of the largest."""
 
 GROWTH, FINE_GROWTH = 1.3, 1.1
-"""How many times the ops of the one before each of them has: while the answer is no, and from the last such one on."""
+"""Factors by which these windows grow: while the answer is no at once, and from the last such window on."""
 
 ASKED_WORK, MORE_WORK = 0.3, 1.5
 """CP-SAT's deterministic time for the first of them without an answer, and how many times that each next one has."""

@@ -19,7 +19,7 @@ from solver.regression.run import Suite
 from tests.optpipe.cli.conftest import Cli
 
 RECORDED = {"value_us": 104, "bound_us": 104, "seconds": 1.0, "time_limit_s": 30.0, "workers": 2, "version": "0.1.0"}
-"""What is true of two.json."""
+"""A record that two.json keeps."""
 
 
 def suite_of(folder: Path, *entries: dict[str, Any], **more: Any) -> Path:

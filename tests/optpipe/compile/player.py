@@ -17,7 +17,7 @@ from optpipe.ops import Op
 from optpipe.problem import Problem
 
 Duration = Callable[[Op], float]
-"""How long an action takes in us; of a message, asked by its send, how long it is on its way."""
+"""Duration of an action in us; called with a send, the time that its message is on its way."""
 
 Times = dict[Op, tuple[float, float]]
 

@@ -28,7 +28,7 @@ from tests.optpipe.profile.subjects import CPU, ROWS, WIDTH, experts, measured, 
 from tests.recomputing import one_f_one_b
 
 BYTES = 4 * ROWS * WIDTH
-"""Of one activation."""
+"""Bytes of one activation."""
 
 
 def spread(time_us: float, count: int = 3) -> Spread:

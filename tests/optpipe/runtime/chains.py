@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from optpipe.runtime import MessageSpec, Stage
 
 WIDTHS = (6, 10, 4, 8, 5, 7)
-"""Of the messages between stages: boundaries need not be equal."""
+"""Widths of the messages between stages: boundaries need not be equal."""
 M = 3
 
 

@@ -23,7 +23,7 @@ RECOMPUTED = {
     "offloaded and recomputed": ("F", "O", "R", "C", "BW"),
 }
 WAYS = {"split": F_B_W, "fused": F_BW, "offloaded": F_O_R_B_W} | RECOMPUTED
-"""What a microbatch may go through."""
+"""Sequences of ops that a microbatch may go through on a stage."""
 
 
 @dataclass

@@ -86,7 +86,7 @@ def test_what_the_check_accepts_runs_and_what_it_refuses_does_not(group: int) ->
 
 
 def test_corrupted_programs_are_of_every_kind() -> None:
-    """What the test above runs: some that are still right, some that break a rule, some that deadlock."""
+    """The programs of the test above: some are still right, some break a rule, some deadlock."""
     verdicts = [
         verdict(corrupt(program, rng))
         for group in range(GROUPS)

@@ -21,7 +21,7 @@ SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
 FRAMES = {"F": f"{SCHEDULES}(403): forward_step", "BW": f"{SCHEDULES}(539): backward_step"}
 MAIN, AUTOGRAD, STREAM, SEND_STREAM = 4100, 4211, 7, 28
 AHEAD_US = 5.0
-"""How long before its kernel begins an op's host code does; it takes a fifth of that."""
+"""Time by which the host code of an op begins before its kernel; the code takes a fifth of that."""
 
 
 def megatron_problem(p: int, chunks: int, m: int) -> Problem:

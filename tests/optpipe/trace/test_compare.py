@@ -53,7 +53,7 @@ def test_a_step_as_planned_differs_in_nothing(processes: bool) -> None:
 
 
 def test_collectives_lie_in_the_bubble_or_make_the_step_longer() -> None:
-    """Of a gather that begins before the first op, one between ops, and a reduction behind the last op."""
+    """A gather begins before the first op, one lies between ops, and a reduction is behind the last op."""
     schedule = pair()
     data = trace_data(schedule, {op: Span(s + 100, e + 100) for op, (s, e) in planned_spans(schedule).items()})
     end_us = 100 + schedule.value_us

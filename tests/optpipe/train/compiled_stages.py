@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 WIDTH, ROWS = 8, 4
 
 compiled: list[torch.fx.GraphModule] = []
-"""What the compiler was given."""
+"""Graphs that the compiler was given."""
 
 
 def counted() -> Any:

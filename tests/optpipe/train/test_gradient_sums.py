@@ -31,7 +31,7 @@ def test_tied_weights_get_the_plain_gradient_in_one_process(name: str) -> None:
 
 
 def test_tied_weights_are_one_parameter() -> None:
-    """Of two devices in one process, each has a gradient of its own, and both have the memory of one weight."""
+    """Each of two devices in one process has a gradient of its own, and both have the memory of one weight."""
     schedule = schedules(2)["linear"]
     config = TrainingConfig(schedule, ModelConfig("tiny", tied=True))
     model = Model(config, compile_schedule(schedule), Launch(len(schedule.devices)))

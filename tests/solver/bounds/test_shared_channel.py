@@ -33,7 +33,7 @@ def test_two_devices_idle_for_what_one_channel_carries() -> None:
 
 
 def test_shared_channels_of_published_instances() -> None:
-    """More than half of the gap between the devices' own windows and the best schedules known, 51,750 and 103,750 us."""
+    """More than half of the gap from the devices' own windows to the best values known, 51,750 and 103,750 us."""
     for name, alone_us, bound_us in [("p8-m16", 50_000, 51_125), ("p16-m32", 100_000, 102_125)]:
         problem = instance(f"d-{name}-o1-mo1-b1o4-interleaved4-make-pairs")
         assert max(warmup_cooldown_bounds_us(problem)) == alone_us

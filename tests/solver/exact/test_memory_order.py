@@ -168,7 +168,7 @@ def test_every_schedule_of_slices_and_unequal_microbatches_keeps_the_precedences
 
 
 def test_slices_wait_by_their_own_sizes() -> None:
-    """Of 1 and 3 bytes, with room for 4: the second microbatch begins beside a slice of the first, and ends alone."""
+    """Slices of 1 and 3 bytes, room for 4: the second microbatch begins beside a slice of the first and ends alone."""
     problem = unequal(1, 2, 4, slices={"count": 2, "factors": {"bytes": [0.25, 0.75]}}, backward_weight_bytes=0)
     assert list(memory_precedences(problem)) == [(Op("B", 0, 1), Op("F", 0, 2)), (Op("B", 0, 0), Op("F", 0, 3))]
     free = {"microbatch_factors": [{"bytes": 1}, {"bytes": 2}], "microbatch_order": "free"}

@@ -18,7 +18,7 @@ from tests.solver.exact.test_states import pipeline, random_pipeline
 
 
 def least_ticks(problem: Problem, kept: Sequence[int] | None = None) -> list[int | None]:
-    """What states prove of the last 1, 2, ... microbatches, by the stages `kept` or by all; None: not their least."""
+    """Least ticks of the last 1, 2, ... microbatches by states of the stages `kept`, or of all; None: not reached."""
     part = [] if kept is None else [projected(problem, kept)]
     limits = Limits(workers=1, deterministic_limit=0.5)
     dolls = Dolls(part[0], limits, problem, kept or ()) if part else Dolls(problem, limits)

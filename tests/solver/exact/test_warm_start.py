@@ -32,7 +32,7 @@ from tests.placed_problems import placed_problems
 from tests.problems import KNOWN_OPTIMA
 
 FEASIBLE = 1e-6
-"""What HiGHS allows a row to be short of."""
+"""Feasibility tolerance of a row in HiGHS."""
 
 PROBLEMS = [problem for problem, _ in KNOWN_OPTIMA.values()]
 

@@ -43,7 +43,7 @@ def test_every_suite_of_the_project_loads_with_all_its_problems(path: Path) -> N
 
 
 def test_every_instance_is_in_its_suite() -> None:
-    """Those with activation modes, slices or unequal microbatches have suites of their own: nothing is published."""
+    """Activation modes, slices and unequal microbatches have suites of their own: nothing of them is published."""
     names = {
         suite: {entry.instance for entry in Suite.load(SUITES / f"{suite}.json").entries}
         for suite in ("published", "recomputation", "slices")

@@ -34,7 +34,7 @@ def searched(problem: Problem, work: float, start: Solution | None = None) -> So
 
 @pytest.mark.parametrize(("seed", "microbatches", "optimum"), [(21, 6, 2358), (99, 3, 1398), (99, 4, 1782)])
 def test_finds_the_optimum_where_four_chunks_are_interleaved(seed: int, microbatches: int, optimum: int) -> None:
-    """Of the first two a bound proves it; of the last the states themselves, within 200,000 of them."""
+    """A bound proves the first two optima, and fewer than 200,000 states the last one."""
     problem = interleaved(seed, microbatches)
     answer = searched(problem, work=0.5)
     assert answer.orders is not None

@@ -39,7 +39,7 @@ for layer, _ in LAYERS.values():
     layer.to(F64)
 
 Gradients = tuple[Tensor | None, list[Tensor]]
-"""Of the input, and of all parameters that are not frozen."""
+"""Gradients of the input, and of all parameters that are not frozen."""
 
 
 def zero(module: nn.Module) -> None:

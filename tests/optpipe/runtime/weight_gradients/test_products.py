@@ -19,7 +19,7 @@ from optpipe.runtime.weight_gradients import undeferred_layers
 
 WIDTH, ROWS, EXPERTS = 8, 4, 3
 Uses = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of x (rows, width), a matrix (width, width) and three of them (experts, width, width)."""
+"""A use of x (rows, width), a matrix (width, width) and three of them (experts, width, width)."""
 
 PRODUCTS: dict[str, Uses] = {
     "linear": lambda x, one, _: nn.functional.linear(x, one),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 BATCH_MICROBATCHES = 4
-"""Of both replicas."""
+"""Microbatches of both replicas together."""
 
 
 def build() -> tuple[list[nn.Module], Tensor, Tensor, nn.Module]:

@@ -115,7 +115,7 @@ def test_two_processes_go_on_from_what_one_has_written(ranks: Ranks) -> None:
 @pytest.mark.torchrun
 @pytest.mark.parametrize("name", ["full disk", "full disk, asynchronous"])
 def test_a_disk_that_fails_one_process_fails_the_checkpoint_and_not_the_run(ranks: Ranks, name: str) -> None:
-    """That of step 4 is not there, those before and after are; nobody waits for the one that failed."""
+    """The checkpoint of step 4 is missing, and nobody waits for it."""
     for rank in ranks:
         assert len(rank[name]["losses"]) == 5
         assert rank[name]["there"] == ["step-0000000005"]
