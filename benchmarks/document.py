@@ -1,7 +1,7 @@
 """Measures sections of docs/benchmarks.md and inserts them; other sections stay unchanged.
 
-`python -m benchmarks.document value-over-time devices --size full`. Without sections the document is only
-created, or its sections are put in their current order.
+`python -m benchmarks.document value-over-time devices --size full`. Without names of sections those of the document are
+only put in their current order. Sections that were never measured are not in it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ exact; seconds and what is found within them vary with the machine and its load.
 "best public" is the best of the public schedulers in `instances/reference.json`.
 """
 
-NOT_MEASURED = "Not measured yet."
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
@@ -98,8 +96,8 @@ def _body(section: Section, measured: str, document: Path, pictures: Path) -> st
 def _document(bodies: dict[str, str]) -> str:
     parts = [HEAD]
     for name, section in SECTIONS.items():
-        body = bodies.get(name, f"{NOT_MEASURED} `{section.command} --size full` does.")
-        parts.append(f"## {section.title}\n\n{section.intent}\n\n{marked(name, body)}\n")
+        if name in bodies:
+            parts.append(f"## {section.title}\n\n{section.intent}\n\n{marked(name, bodies[name])}\n")
     return "\n".join(parts)
 
 

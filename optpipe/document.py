@@ -93,9 +93,10 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
             f"has {size:,} bytes but at most {max_bytes:,} are read. Maybe this is another file.",
             source,
         )
+    content = content.removeprefix(BOM_UTF8)
     if not content.strip():
         _refuse("empty", "is empty. Maybe the program that wrote it was stopped.", source)
-    return content.removeprefix(BOM_UTF8)
+    return content
 
 
 def read_document(path: str | Path, max_bytes: int, not_meant: dict[str, str]) -> Any:

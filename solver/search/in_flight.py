@@ -7,7 +7,7 @@ few, and devices are idle. So here both are searched for, on a problem with fewe
 There are several kinds of lists: those in which memory decides what leaves and, for each mode that recomputes, what is
 made anew (`solver.search.memory_lists`); and where activations may leave those of `ada-offload`, with activation modes
 for each choice of one variant a stage. Each kind that is not far worse gets its first numbers, and then they go on, the
-best first.
+best first. At last numbers of the lists in which memory decides are drawn at random.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ FIRST_SHARE = 0.3
 """Largest share of the time left, or of all work, for the first numbers of a kind of lists where there are several."""
 
 HOPEFUL = 1.1
-"""A kind of lists is left out where two guesses of its numbers are worse by this factor than the best of another."""
+"""Factor by which two guesses of the numbers of a kind of lists are worse than the best of another: it is left out, or
+without modes has its turn behind the others."""
 
 RANDOM_SHARE = 0.5
 """Largest share of the time left, or of all work, for the random choices of a kind of lists."""

@@ -119,9 +119,10 @@ def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read: No such file"):
         read_bounded(tmp_path / "none.json", 10)
     empty = tmp_path / "empty.json"
-    empty.touch()
-    with pytest.raises(InputError, match="is empty"):
-        read_bounded(empty, 10)
+    for content in (b"", BOM_UTF8 + b"\r\n"):
+        empty.write_bytes(content)
+        with pytest.raises(InputError, match="is empty"):
+            read_bounded(empty, 10)
 
 
 def test_a_document_that_is_no_object_is_named() -> None:
