@@ -24,6 +24,8 @@ def check_writable(path: Path) -> None:
         why = "no permission."
     elif replaced and not os.access(folder, os.W_OK):
         why = f"no permission to write in {folder}."
+    elif len(os.fsencode(target.name)) > (longest := os.pathconf(folder, "PC_NAME_MAX")):
+        why = f"its name has more than {longest} bytes. Maybe a shorter one."
     if why:
         raise InputError([Issue("", "not_writable", f"cannot be written: {why}")], str(path))
 

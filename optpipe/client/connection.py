@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 READ_TIMEOUT_S = 30.0
 """Read timeout: a connection without data for this long is broken. Streams send something at least twice as often."""
 
+LOG = logging.getLogger("optpipe.client")
+
+TOLD_PAUSE_S = 1.0
+"""Pause from which on it is logged that the server does not answer; shorter interruptions pass unseen."""
+
 MOST_WAIT_S = 60.0
 """Longest wait that one request may ask of the server."""
 
@@ -41,12 +47,16 @@ class Pauses:
         """Start over after a response of the server."""
         self._until = time.monotonic() + self.patience_s
         self._pause_s = FIRST_PAUSE_S
+        self._is_told = False
 
     def pause(self, error: ServiceError) -> None:
         """Wait before the next attempt, at least as long as the server asks. Raises `error` after the retry timeout."""
         pause_s = max(self._pause_s * random.uniform(0.5, 1), error.retry_after_s)
         if time.monotonic() + pause_s > self._until:
             raise error
+        if self._pause_s >= TOLD_PAUSE_S and not self._is_told:
+            LOG.warning("%s Trying again for %.0f s.", error, self.patience_s)
+            self._is_told = True
         time.sleep(pause_s)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
@@ -65,7 +75,8 @@ class Connection:
             )
             self._http.build_request("GET", "/").url.host.encode("idna")
         except (httpx.InvalidURL, UnicodeError) as error:
-            raise InputError([Issue("server", "bad_url", f"is {url!r}: {error}. Maybe http:// is missing.")]) from None
+            maybe = "the address is misspelt" if "://" in url else "http:// is missing"
+            raise InputError([Issue("server", "bad_url", f"is {url!r}: {error}. Maybe {maybe}.")]) from None
 
     def close(self) -> None:
         """Close all connections."""

@@ -174,7 +174,8 @@ def load_records(folder: Path) -> list[RankRecord]:
     hints = {"optpipe.problem/": f"is a problem {hint}", "optpipe.schedule/": f"is a schedule {hint}"}
     paths = sorted(folder.glob("rank*.json"))
     if not paths:
-        detail = "has no records (rank0.json and so on). Maybe the run ended before its recorded steps were over."
+        maybe = "the run ended before its recorded steps were over" if folder.is_dir() else "the folder is misspelt"
+        detail = f"has no records (rank0.json and so on). Maybe {maybe}."
         raise InputError([Issue("", "no_records", detail)], str(folder))
     records = [RankRecord.from_data(read_document(path, MAX_TRACE_BYTES, hints), str(path)) for path in paths]
     first = records[0]

@@ -136,16 +136,25 @@ class Metrics(TrainingCallback):
         self._file: IO[bytes] | None = None
 
     def step(self, report: StepReport, /) -> None:
-        """Write a step."""
-        if self._file is None:
-            self._file = _opened_before(self._path, report.step)
-        self._file.write(json.dumps(record(report), allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        """Write a step. Raises OSError that names the file, as when the disk is full."""
+        with self._errors_named():
+            if self._file is None:
+                self._file = _opened_before(self._path, report.step)
+            self._file.write(json.dumps(record(report), allow_nan=False).encode() + b"\n")
+            self._file.flush()
 
     def end(self, _error: BaseException | None = None, /) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        """Close the file. Raises as `step`."""
+        with self._errors_named():
+            if self._file is not None:
+                self._file.close()
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 def record(report: StepReport) -> dict[str, Any]:
@@ -165,12 +174,18 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+MOST_LINE_BYTES = 2**20
+"""Length from which on a line is no step; the lines of some files never end."""
+
+
 def _opened_before(path: Path, step: int) -> IO[bytes]:
     """Open the file truncated to the steps before `step`: an interrupted run may have gone beyond its checkpoint."""
+    if path.exists() and not path.is_file():
+        return path.open("wb")  # a pipe or a device, which keeps no steps
     kept_bytes = 0
     opened = path.open("a+b")
     opened.seek(0)
-    for line in opened:
+    while line := opened.readline(MOST_LINE_BYTES):
         try:
             line_step = json.loads(line)["step"] if line.endswith(b"\n") else None
         except (ValueError, KeyError, TypeError):

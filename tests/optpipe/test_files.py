@@ -61,6 +61,7 @@ def test_what_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
         (tmp_path, "it is a folder. Maybe"),
         (tmp_path / "none" / "schedule.json", "none is not a folder. Maybe"),
         (tmp_path / "gone.json", "none is not a folder. Maybe"),
+        (tmp_path / ("é" * 130), "its name has more than 255 bytes. Maybe a shorter one."),
     ):
         with pytest.raises(InputError, match=why) as caught:
             check_writable(path)

@@ -228,10 +228,12 @@ def test_the_curve_begins_before_its_first_point(anywhere: Page, seconds: list[f
         (await import(url)).drawCurve(svg, points, 0, true);
         svg.remove();
         const marks = [...svg.querySelectorAll("text[text-anchor=middle]")].map((text) => text.textContent);
-        return [marks, ...[...svg.querySelectorAll("circle")].map((dot) => Number(dot.getAttribute("cx")))];
+        const places = [...svg.querySelectorAll("circle")].map((dot) => Number(dot.getAttribute("cx")));
+        return [marks, Number(svg.querySelector(".curve-method").getAttribute("x")), ...places];
     }"""
-    found, *places = anywhere.evaluate(draw, [address(anywhere, "curve.js"), seconds])
+    found, name, *places = anywhere.evaluate(draw, [address(anywhere, "curve.js"), seconds])
     assert found == marks
+    assert name > places[0] or len(seconds) == 1, "the name is beside the line, not on it"
     assert places == sorted(places)
     assert places[0] < 640 / 2 or len(seconds) == 1
 

@@ -200,8 +200,10 @@ def test_a_run_of_torchs_schedule_has_times_and_sizes(run: Run) -> None:
 
 @pytest.mark.torchrun
 def test_records_that_do_not_belong_together(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"has no records \(rank0\.json"):
+    with pytest.raises(InputError, match=r"has no records \(rank0\.json and so on\)\. Maybe the run ended"):
         load_records(tmp_path)
+    with pytest.raises(InputError, match=r"Maybe the folder is misspelt"):
+        load_records(tmp_path / "none")
     shutil.copy(run[0] / "plain" / "rank0.json", tmp_path)
     with pytest.raises(InputError, match=r"has no record of devices \[1\]"):
         load_records(tmp_path)

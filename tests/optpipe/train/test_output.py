@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 from collections import Counter
@@ -284,6 +285,23 @@ def test_another_run_begins_anew(tmp_path: Path) -> None:
     write(path, range(2))
     write(path, range(3))
     assert [line["step"] for line in lines(path)] == [0, 1, 2]
+
+
+def test_steps_are_written_to_a_pipe_of_which_nothing_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write(path, range(1))
+    assert json.loads(os.read(reader, 10_000))["step"] == 0
+    os.close(reader)
+
+
+def test_a_full_disk_is_named() -> None:
+    metrics = Metrics(Path("/dev/full"))
+    for write_or_close in (lambda: metrics.step(step(0)), metrics.end):
+        with pytest.raises(OSError, match="No space left") as caught:
+            write_or_close()
+        assert caught.value.filename == "/dev/full"
 
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
