@@ -232,7 +232,8 @@ def _issue(model: type[BaseModel], error: ErrorDetails, source: str) -> Issue:
     message = error["msg"].removeprefix("Value error, ").rstrip(".")
     if kind.startswith("optpipe."):
         return Issue(loc, kind.removeprefix("optpipe."), message + ".")
-    message = message[0].lower() + re.sub(" or instance of .*", "", message[1:])  # names Python classes
+    python_words = " or instance of .*| after validation, not .*"
+    message = message[0].lower() + re.sub(python_words, "", message[1:])
     subject = "" if loc or source else "the document "
     return Issue(loc, kind, f"{subject}is {shown(error['input'])}: {message}.")
 

@@ -17,7 +17,15 @@ from typer.exceptions import TyperException
 from optpipe.cli import bench, checkpoint, compare, database, export, plan, profile, serve, solve, trace, train, verify
 from optpipe.cli.console import print_json
 from optpipe.document import shown
-from optpipe.errors import InfeasibleError, InputError, MissingExtraError, NoSolutionError, OptPipeError, TrainingError
+from optpipe.errors import (
+    InfeasibleError,
+    InputError,
+    MissingExtraError,
+    NoSolutionError,
+    OptPipeError,
+    OrderError,
+    TrainingError,
+)
 
 EXIT_NO = 1
 EXIT_BAD_INPUT = 2
@@ -80,6 +88,9 @@ def _kind_and_text(error: Failure) -> tuple[str, str]:
             return "BrokenPipeError", ""
         case OSError():
             return type(error).__name__, f"{error.filename or 'the system'}: {error.strerror}."
+        case OrderError():
+            maybe = "Maybe the schedule was edited: 'optpipe verify' names every fault."
+            return "OrderError", f"{str(error).rstrip('.')}. {maybe}"
         case _:
             source = getattr(error, "source", "")
             lines = (f"{source}: {line}" if source else line for line in str(error).splitlines())
@@ -93,6 +104,7 @@ def _usage_text(error: TyperException) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "optpipe"
     text = " ".join(error.format_message().split()).rstrip(".")
+    text = re.sub(r"Did you mean (.*)\?", r"Maybe you meant \1", text)
     if not text:
         return ""
     if isinstance(error.__cause__, ValidationError):

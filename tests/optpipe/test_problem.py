@@ -52,6 +52,7 @@ EXAMPLE = uniform(2, 2, budget=9, offload={"bytes": 1, "offload_us": 5, "reload_
         ),
         (lambda d: d.update(transfer_us=[[1]]), "transfer_us[0] is [1] but must be a finite number of microseconds."),
         (lambda d: d["devices"].append(3), "devices[2] is 3: input should be a valid dictionary."),
+        (lambda d: d.update(devices=[]), "devices is []: list should have at least 1 item."),
         (lambda d: d["stages"][1].update(forward_us=-1), "stages[1].forward_us is -1 but must be at least 0. Maybe"),
         (lambda d: d["stages"][1].update(forward_us=float("nan")), "stages[1].forward_us is NaN but must be a finite"),
         (lambda d: d["stages"][1].update(forward_us=True), "stages[1].forward_us is true but must be a finite"),

@@ -112,8 +112,18 @@ def test_options(cli: Cli, problem_file: Path, options: tuple[str, ...], message
     assert message in refused(cli, "solve", problem_file, *options)
 
 
+def test_an_edited_schedule_is_for_verify(cli: Cli, schedule_file: Path, tmp_path: Path) -> None:
+    data = json.loads(schedule_file.read_text())
+    data["devices"][0]["compute"] = []
+    schedule_file.write_text(json.dumps(data))
+    run = cli("export", schedule_file, "--to", "torch-csv", "-o", tmp_path / "x.csv")
+    assert run.code == 1
+    assert "error: F0.0 is missing. Maybe the schedule was edited: 'optpipe verify' names every fault." in run.err
+
+
 def test_other_commands(cli: Cli, problem_file: Path, schedule_file: Path, tmp_path: Path) -> None:
-    assert "No such command 'frobnicate'" in refused(cli, "frobnicate")
+    assert "No such command 'frobnicate'. Maybe see 'optpipe --help'." in refused(cli, "frobnicate")
+    assert "No such command 'verfy'. Maybe you meant 'verify'." in refused(cli, "verfy")
     assert "is a problem but a schedule is needed" in refused(cli, "verify", problem_file)
     assert "is a schedule but a problem is needed" in refused(cli, "solve", schedule_file)
     assert ".bmp" in refused(cli, "plot", schedule_file, "-o", tmp_path / "x.bmp")
