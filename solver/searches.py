@@ -82,6 +82,13 @@ def copy_states(problem: Problem, limits: Limits, start: Solution, on_solution: 
     return copy_state_bound(problem, limits, start, on_solution)
 
 
+def copy_proof(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """A proof that the start is optimal where copies take time, from states of ever more devices."""
+    from solver.exact.copy_states import copy_state_proof
+
+    return copy_state_proof(problem, limits, start, on_solution)
+
+
 def beam(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Schedules from a beam over states of progress."""
     from solver.search.beam import beam_search
@@ -110,6 +117,7 @@ KERNELS = {
     modulo: "pattern",
     lns: "windows",
     annealing: "search",
+    copy_proof: "copies",
     copy_states: "copies",
 }
 """Searches with kernels, each with the stage of `solver.kernels` that compiles them, the quickest first."""

@@ -1,9 +1,10 @@
 """Strategy `auto`: subsolvers side by side in threads, with a shared incumbent.
 
-A small problem goes to proof: after a moment of local search come states of progress, and then CP-SAT has all cores. A
-large one goes to search: annealing on one core, patterns, windows and bounds in turns on another, with CP-SAT where
-memory orders the ops; with a single core all of them in turns. The larger the problem, the more of the time is the
-patterns', which alone do not slow down with the microbatches; the largest have nothing else but annealing.
+A small problem goes to proof: after a moment of local search come states of progress, and then CP-SAT has all cores; or
+all but one where activations may leave, since good schedules are harder to find there. A large one goes to search:
+annealing on one core, patterns, windows and bounds in turns on another, with CP-SAT where memory orders the ops; with a
+single core all of them in turns. The larger the problem, the more of the time is the patterns', which alone do not slow
+down with the microbatches; the largest have nothing else but annealing.
 """
 
 from __future__ import annotations
@@ -75,21 +76,22 @@ def run_subsolvers(problem: Problem, shared: SharedIncumbent, subsolvers: Sequen
     """
     failures: list[BaseException] = []
 
-    def run(subsolver: Subsolver, ended: Event) -> None:
+    def run(number: int) -> None:
         try:
-            _run_subsolver(problem, shared, subsolver)
+            _run_subsolver(problem, shared, subsolvers[number], idle, number)
         except BaseException as failure:
             failures.append(failure)
             shared.stop.request()
         finally:
-            ended.set()
+            idle[number] = True
+            ends[number].set()
 
-    ends = [Event() for _ in subsolvers]
+    ends, idle = [Event() for _ in subsolvers], [False for _ in subsolvers]
     counted = shared.limits.deterministic_limit is not None  # work, which may take any time
     try:
         with _INTERPRETER_ENDS.calling(shared.stop.request):
-            for subsolver, ended in zip(subsolvers, ends, strict=True):
-                Thread(target=run, args=(subsolver, ended), name=_THREAD_NAME, daemon=True).start()
+            for number in range(len(subsolvers)):
+                Thread(target=run, args=(number,), name=_THREAD_NAME, daemon=True).start()
             for ended in ends:  # no `join`: before Python 3.13 one that is interrupted takes the thread for ended
                 ended.wait(None if counted else shared.limits.time_left_s + GRACE_S)
     finally:
@@ -117,27 +119,40 @@ def end_searches() -> None:
     wait_for_outlived(ENDING_S)
 
 
-def _run_subsolver(problem: Problem, shared: SharedIncumbent, subsolver: Subsolver) -> None:
-    time_slices = deque(subsolver)
+def _run_subsolver(
+    problem: Problem, shared: SharedIncumbent, subsolver: Subsolver, idle: list[bool], number: int
+) -> None:
+    """Let the searches of one subsolver take turns; `idle[number]` is True while it waits for a better incumbent.
+
+    Ends at the limit, and when all subsolvers are idle.
+    """
+    time_slices, in_vain = deque(subsolver), dict[TimeSlice, float]()  # with which value
     taken, limits = 0, shared.limits
     while time_slices and not shared.stop.requested:
         if limits.deterministic_limit is None and limits.seconds >= limits.time_limit_s:
             return
-        ready = next((time_slice for time_slice in time_slices if is_ready(time_slice.search)), None)
+        value_us = shared.best.value_us
+        able = [time_slice for time_slice in time_slices if in_vain.get(time_slice) != value_us]
+        ready = next((time_slice for time_slice in able if is_ready(time_slice.search)), None)
+        idle[number] = not able
         if ready is None:
+            if all(idle):
+                return
             time.sleep(PAUSE_S)
             continue
         while (time_slice := time_slices.popleft()) is not ready:
             time_slices.append(time_slice)
         if _take(problem, shared, time_slice, taken // len(subsolver)):
+            in_vain[time_slice] = value_us
+        if not time_slice.once and limits.deterministic_limit is None:
             time_slices.append(time_slice)
         taken += 1
 
 
 def _take(problem: Problem, shared: SharedIncumbent, time_slice: TimeSlice, round_number: int) -> bool:
-    """Let one search run from what the shared incumbent knows now. Returns whether another time slice may be worth it.
+    """Let one search run from what the shared incumbent knows now. Returns True if it would only do so again.
 
-    It is not where a search ended before its time and found nothing: it would only do so again.
+    That is where it ended before its time and found nothing, until there is a better incumbent.
     """
     limits = shared.limits.part(time_slice.share)
     seed = (limits.seed + round_number + LANE_SEEDS * limits.lane) % SEEDS
@@ -148,9 +163,7 @@ def _take(problem: Problem, shared: SharedIncumbent, time_slice: TimeSlice, roun
         shared.offer(replace(solution, method=time_slice.method))
 
     offer(time_slice.search(problem, limits, before, offer))
-    if time_slice.once or limits.deterministic_limit is not None:
-        return False
-    return shared.best is not before or limits.seconds >= EARLY * limits.time_limit_s
+    return shared.best is before and limits.seconds < EARLY * limits.time_limit_s
 
 
 class SharedIncumbent:
@@ -244,19 +257,20 @@ def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[S
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
     if ops <= SMALL_OPS and _leaves(problem):
-        # CP-SAT and windows find the schedules; states of a few devices and CP-SAT on parts prove or bound them.
-        return [
-            [
-                TimeSlice("search", searches.annealing, 0.05, workers),
-                TimeSlice("cp-sat", searches.cp_sat, 0.45, workers),
-                TimeSlice("states", searches.copy_states, 0.4, workers),
-                TimeSlice("bound", searches.parts, 0.03, workers),
-                TimeSlice("bound", searches.part_bounds, 0.02, workers),
-                TimeSlice("windows", searches.lns, 0.02, workers),
-                TimeSlice("search", searches.annealing, 0.02, workers),
-                TimeSlice("states", searches.states, 0.01, workers, once=True),
-            ]
+        # Annealing and windows find the schedules beside CP-SAT; states of a few devices prove or bound them.
+        finding = [TimeSlice("search", searches.annealing, 0.1), TimeSlice("windows", searches.lns, 0.1)]
+        others = max(workers - 1, 1)
+        proving = [
+            TimeSlice("states", searches.states, 0.01, others, once=True),
+            TimeSlice("states", searches.copy_proof, 0.1, others),
+            TimeSlice("cp-sat", searches.cp_sat, 0.48, others),
+            TimeSlice("states", searches.copy_proof, 0.2, others),
+            TimeSlice("states", searches.copy_states, 0.1, others),
+            TimeSlice("bound", searches.parts, 0.1, others),
         ]
+        if workers > 1:
+            return [proving, finding]
+        return [[*finding, *(replace(turn, share=0.8 * turn.share) for turn in proving)]]
     many_chunks = len(problem.stages) > 2 * len(problem.devices)
     if MOST_PROOF_OPS < ops <= SMALL_OPS and many_chunks and has_exact_states(problem):
         return [

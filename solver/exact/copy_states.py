@@ -62,9 +62,6 @@ class Copies(NamedTuple):
     at: Ints
 
 
-QUESTION = 0.6
-"""Largest share of a group's time or work for the question whether it has anything better than the best schedule."""
-
 NOTHING = -1
 """Content of the column of what a group reloads, where its channel for R is free."""
 
@@ -323,12 +320,27 @@ class PartTimes:
         return self._times[microbatches, low]
 
 
+def copy_state_proof(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """A proof that `start` is optimal, from states of one device or a few, the others as delays.
+
+    Each device is asked whether it has anything better, then each two, and so on; until a question is not answered in
+    its share of the time. Takes little of it where there are few states, and says nothing where `start` is not optimal.
+    """
+    return start if start.orders is None else _ask_groups(problem, limits, start, on_solution, is_question=True)
+
+
 def copy_state_bound(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """A better bound where copies take time, from states of each device, then of each two, and so on.
 
     The others are delays. Ends where no part of so many devices is solved in its share of the time. Reports each better
     bound; the orders of `start` come back. Returns it where there are no states for the problem (`handles_states`).
     """
+    return _ask_groups(problem, limits, start, on_solution, is_question=False)
+
+
+def _ask_groups(
+    problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution, *, is_question: bool
+) -> Solution:
     if not handles_states(problem) or len(problem.stages) > MOST_STAGES:
         return start
     answer, share, times, lock = start, 1.0, PartTimes(problem), Lock()
@@ -336,15 +348,18 @@ def copy_state_bound(problem: Problem, limits: Limits, start: Solution, on_solut
     counted = limits.deterministic_limit is not None  # one after another, so that every run is the same
     beside = 1 if counted else limits.workers
 
+    def is_over() -> bool:
+        return limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us)
+
     def is_solved(group: Sequence[int], share: float) -> bool:
         nonlocal answer
-        if limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us):
+        if is_over():
             return True
         own = replace(limits.part(share), workers=limits.workers if len(devices) == len(group) else 1)
         dolls = CopyDolls(problem, own, group, times)
         highest = ceil(Fraction(answer.value_us) / dolls.unit_us) - 1 if answer.value_us < float("inf") else NEVER
         dolls.known[-1] = floor(Fraction(answer.bound_us) / dolls.unit_us)
-        for proved in dolls.bounds(highest):
+        for proved in dolls.question(highest) if is_question else dolls.bounds(highest):
             with lock:
                 if (bound_us := float(proved * dolls.unit_us)) > answer.bound_us:
                     answer = replace(answer, bound_us=bound_us)
@@ -358,7 +373,7 @@ def copy_state_bound(problem: Problem, limits: Limits, start: Solution, on_solut
         shares = [share if counted else 1 / ((len(groups) - n - 1) // beside + 2) for n in range(len(groups))]
         with ThreadPoolExecutor(beside) as pool:
             solved = list(pool.map(is_solved, groups, shares))
-        if not any(solved) or limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us):
+        if is_over() or not (all(solved) if is_question else any(solved)):
             break
     return answer
 
@@ -366,8 +381,8 @@ def copy_state_bound(problem: Problem, limits: Limits, start: Solution, on_solut
 class CopyDolls(Dolls):
     """The least values of the last 1, 2, ... microbatches of some devices where copies take time.
 
-    `keeps_values`: False where it is only asked whether a value is possible. A state may then be left out for another
-    with a larger value, as long as that is possible too.
+    `keeps_values`: False where it is only asked whether a value is possible (`question`). A state may then be left out
+    for another with a larger value, as long as that is possible too.
     """
 
     most_states = MOST_STATES
@@ -432,18 +447,14 @@ class CopyDolls(Dolls):
             weight_step=tables.weight_step[self.devices],
         )
 
-    def bounds(self, highest: int) -> Iterator[int]:
-        """Yield ever larger lower bounds for all microbatches; first whether anything is at most `highest` at all."""
-        if highest < NEVER:
-            self.keeps_values, self.least = False, [0] * self.problem.microbatches
-            ends, is_over = self._ends(self.problem.microbatches), self.over(QUESTION)
-            answered = self._ask(self.problem.microbatches, highest, ends, is_over) if ends is not None else None
-            if answered is not None and answered[0] > highest:
-                self.is_reached = True
-                yield answered[0]
-                return
-            self.keeps_values, self.least = True, [0]
-        yield from super().bounds(highest)
+    def question(self, highest: int) -> Iterator[int]:
+        """Yield a lower bound above `highest` if nothing is at most that. `is_reached` then says if that is known."""
+        self.keeps_values, self.least = False, [0] * self.problem.microbatches
+        ends = self._ends(self.problem.microbatches)
+        answered = self._ask(self.problem.microbatches, highest, ends, self.over(1.0)) if ends is not None else None
+        self.is_reached = answered is not None
+        if answered is not None and answered[0] > highest:
+            yield answered[0]
 
     def _known(self, count: int) -> int:
         return self.known[count]  # other bounds need not hold from the first F of the part on

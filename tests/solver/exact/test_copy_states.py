@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,7 +13,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.exact import copy_states
-from solver.exact.copy_states import copy_state_bound
+from solver.exact.copy_states import copy_state_bound, copy_state_proof
 from solver.exact.cp_sat.model import Options, solve_cp_sat
 from solver.limits import Limits
 from solver.serial import serial_orders
@@ -117,6 +118,22 @@ def test_says_more_of_a_problem_of_the_family() -> None:
     assert 5700 < answer.bound_us <= 6678
     assert reported == sorted(reported)
     assert reported[-1] == answer.bound_us
+
+
+@pytest.mark.parametrize(("seed", "optimum_us"), [(28, 7680.0), (37, 6816.0)])
+def test_two_devices_prove_an_optimum_and_nothing_of_a_worse_value(seed: int, optimum_us: float) -> None:
+    problem = four_by_eight(seed)
+    orders, before_us = serial_orders(problem), lower_bound_us(problem)
+    start = Solution(orders, optimum_us, before_us)
+    answer = copy_state_proof(problem, Limits(workers=1), start, lambda _: None)
+    assert answer == replace(start, bound_us=optimum_us)
+    worse = replace(start, value_us=1.1 * optimum_us)
+    assert copy_state_proof(problem, Limits(workers=1, deterministic_limit=0.2), worse, lambda _: None) == worse
+
+
+def test_without_a_schedule_there_is_nothing_to_prove() -> None:
+    start = Solution(bound_us=5136.0)
+    assert copy_state_proof(four_by_eight(14), Limits(workers=1), start, lambda _: None) is start
 
 
 def test_threads_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
