@@ -266,7 +266,8 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
             TimeSlice("cp-sat", searches.cp_sat, 0.48, others),
             TimeSlice("states", searches.copy_proof, 0.2, others),
             TimeSlice("states", searches.copy_states, 0.1, others),
-            TimeSlice("bound", searches.parts, 0.1, others),
+            TimeSlice("bound", searches.parts, 0.07, others),
+            TimeSlice("bound", searches.part_bounds, 0.04, others),
         ]
         if workers > 1:
             return [proving, finding]
