@@ -92,7 +92,7 @@ def test_knows_more_than_the_closed_forms() -> None:
 
 
 def test_questions_halfway_come_near_the_optimum_of_a_device() -> None:
-    """5,484 us is what the last device and both ends need at the least, 5,514 the best schedule known."""
+    """5,484 us is what the last device and both ends need at the least, and the best schedule known takes."""
     problem = four_by_eight(70)
     start = Solution(None, 5514.0, 0.0)
     answer = bound_by_parts(problem, Limits(workers=1, deterministic_limit=1.0), start, [].append)
