@@ -22,6 +22,18 @@ def test_an_empty_list_tells_what_to_do(page: Page) -> None:
     expect(page).to_have_title("New problem · OptPipe")
 
 
+def test_nothing_moves_when_the_figures_of_the_service_come(page: Page) -> None:
+    page.route("**/metrics", lambda _: None)  # held until the route is taken away
+    with page.expect_request("**/metrics"):
+        page.goto("/")
+    link = page.get_by_role("main").get_by_role("link", name="New problem").last
+    expect(link).to_be_visible()
+    before = link.bounding_box()
+    page.unroute("**/metrics")
+    expect(page.locator("[data-part=queue]")).to_contain_text("On this service")
+    assert link.bounding_box() == before
+
+
 def test_newest_first_and_by_tag_and_status(page: Page, service_url: str, key: str) -> None:
     posted(service_url, key, name="older", tags=["ci"])
     posted(service_url, key, name="newer")
