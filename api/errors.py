@@ -126,6 +126,12 @@ class DatabaseGoneError(JobError):
 
     retry_after_s = 2.0
 
+    @classmethod
+    def unreachable(cls, error: BaseException | None) -> DatabaseGoneError:
+        """That of a connection refused with psycopg's `error`, whose indented lines only ask back."""
+        reason = "; ".join(line for line in str(error).strip().splitlines() if not line.startswith("\t"))
+        return cls(f"the database cannot be reached: {reason}. Maybe database_url is wrong.")
+
 
 class DatabaseFullError(DatabaseGoneError):
     """The disk of the database is full: nothing can be written until there is room."""

@@ -151,8 +151,7 @@ def _connected(url: str) -> psycopg.Connection:
     try:
         return psycopg.connect(address, connect_timeout=CONNECT_S, autocommit=True)
     except psycopg.OperationalError as error:
-        reason = str(error).strip().replace("\n", " ")
-        raise DatabaseGoneError(f"the database cannot be reached: {reason}. Maybe database_url is wrong.") from None
+        raise DatabaseGoneError.unreachable(error) from None
 
 
 def _address(url: str, with_password: bool = False) -> tuple[str, dict[str, str]]:

@@ -88,8 +88,7 @@ def _connected(url: str) -> Iterator[Connection]:
                 raise InputError([Issue("database_url", "too_old", detail)])
             yield connection
     except sqlalchemy.exc.OperationalError as error:
-        reason = str(error.orig).strip().replace("\n", " ")
-        raise DatabaseGoneError(f"the database cannot be reached: {reason}. Maybe database_url is wrong.") from None
+        raise DatabaseGoneError.unreachable(error.orig) from None
 
 
 def _revision(connection: Connection) -> str | None:

@@ -312,7 +312,7 @@ class PartTimes:
         self._times: dict[tuple[int, int], OpTimes | None] = {}
 
     def of(self, microbatches: int, low: int) -> OpTimes | None:
-        """Those of the pipeline from stage `low` on; None where no schedule keeps the budgets."""
+        """Heads and tails in the pipeline from stage `low` on; None where no schedule keeps the budgets."""
         if (microbatches, low) not in self._times:
             own = {"microbatches": microbatches, "microbatch_factors": None}  # all of them are 1, if there are any
             part = from_stage(Problem.from_data(self.problem.to_data() | own), low)

@@ -43,7 +43,8 @@ LEAST_SHARE = 200
 class Dolls:
     """Lower bounds in ticks for the last 1, 2, ... microbatches, from the start of the first F of them.
 
-    Those of a `whole` problem, if one is given, by a part of it with the stages `kept`, the others as delays.
+    A Russian doll search: what is proved of fewer microbatches bounds the states of one more. The bounds are those of a
+    `whole` problem, if one is given, by a part of it with the stages `kept`, the others as delays.
 
     `known`: such bounds from elsewhere, by the number of microbatches. `is_reached`: the last one is the least value
     itself; for a part, the least that it can say with the tails of the whole. `is_cut`: the last beam left out states.

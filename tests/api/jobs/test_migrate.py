@@ -69,7 +69,7 @@ def _run(url: str, statement: str) -> None:
     [
         ("mysql://root:secret@localhost/x", "only PostgreSQL"),
         ("secret", "is not an address"),
-        ("postgresql://u:secret@localhost:1/x", "cannot be reached"),
+        ("postgresql://u:secret@localhost:1/x", r"cannot be reached: .*Connection refused\. Maybe database_url"),
     ],
 )
 def test_what_is_wrong_with_an_address_is_said_without_it(url: str, said: str) -> None:
