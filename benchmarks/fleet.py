@@ -30,7 +30,7 @@ from optpipe.problem import Problem
 COMMAND = "python -m benchmarks.fleet fleet"
 INSTANCES = (
     "po-10.5b-4k-d8-v5-m64-mem0.25",
-    "d-p8-m16-o1-mo1-b1o4-vshape-make",
+    "suites/problems/four-by-eight/86",
     "a-p8-m16-c0-b1o3-vshape-make",
 )
 """Problems whose value still falls after many seconds; the first one long enough to lose a process meanwhile."""
@@ -64,7 +64,7 @@ def measure(size: Size, pictures: Path) -> str:
         database = stack.enter_context(embedded_postgresql(Path(folder)))
         options = ("--no-worker", "--database-url", database)
         client = stack.enter_context(Client(stack.enter_context(own_service(*options, max_workers=max(PROCESSES)))))
-        rows = [_row(client, database, name, size) for name in INSTANCES]
+        rows = [_row(client, database, instance(name), size) for name in INSTANCES]
         killed = _kill_a_helper(client, database, TIME_LIMIT_S[size])
     columns = ("instance", "1 process", *(f"{count} processes" for count in PROCESSES[1:]))
     return (
@@ -75,21 +75,24 @@ def measure(size: Size, pictures: Path) -> str:
     )
 
 
-def _row(client: Client, database: str, name: str, size: Size) -> Row:
+def _row(client: Client, database: str, problem: Problem, size: Size) -> Row:
     alone_s: list[float] = []
     ratios: dict[int, list[float]] = {count: [] for count in PROCESSES}
     for seed in range(SEEDS[size]):
-        searches = {}
+        seconds: dict[int, float] = {}
+        value_us = float("inf")
         for count in PROCESSES:
             _forget(database)
             with _workers(database, count):
-                searches[count] = _searched(client, instance(name), count, seed, TIME_LIMIT_S[size])
-            say(f"{name}, seed {seed}, {count}: {searches[count].value_us:.0f} us")
-        value_us = searches[1].value_us
-        alone_s.append(searches[1].seconds_to(value_us))
-        for count, search in searches.items():
-            ratios[count].append(search.seconds_to(value_us) / alone_s[-1])
-    return (name, f"{median(alone_s):.1f}", *(f"{median(ratios[count]):.2f}" for count in PROCESSES[1:]))
+                search = _searched(client, problem, count, seed, TIME_LIMIT_S[size])
+            if count == 1:
+                value_us = search.value_us
+            seconds[count] = search.seconds_to(value_us)
+            say(f"{problem.name}, seed {seed}, {count}: {search.value_us:.0f} us, that of 1 in {seconds[count]:.1f} s")
+        alone_s.append(seconds[1])
+        for count in PROCESSES:
+            ratios[count].append(seconds[count] / seconds[1])
+    return (problem.name, f"{median(alone_s):.1f}", *(f"{median(ratios[count]):.2f}" for count in PROCESSES[1:]))
 
 
 def _kill_a_helper(client: Client, database: str, time_limit_s: float) -> str:
