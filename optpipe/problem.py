@@ -137,11 +137,16 @@ class Problem(Displayed, Document):
                     "Maybe a device is missing from devices",
                 )
         boundaries = len(self.stages) - 1
-        if isinstance(self.transfer_us, list) and len(self.transfer_us) != boundaries:
+        if isinstance(self.transfer_us, list) and (entries := len(self.transfer_us)) != boundaries:
+            likely = (
+                "one entry too many was written for the last stage"
+                if entries > boundaries
+                else "a boundary between two stages of one device was left out: its entry is 0"
+            )
             raise reject(
                 "wrong_length",
-                f"transfer_us has {len(self.transfer_us)} entries but {len(self.stages)} stages have {boundaries} "
-                "boundaries. Maybe one entry too many was written for the last stage",
+                f"transfer_us has {entries} entries but {len(self.stages)} stages have {boundaries} boundaries. "
+                f"Maybe {likely}",
             )
         group_of: dict[int, int] = {}
         for g, group in enumerate(self.copy_channels.shared_by):

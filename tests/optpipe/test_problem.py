@@ -79,7 +79,14 @@ EXAMPLE = uniform(2, 2, budget=9, offload={"bytes": 1, "offload_us": 5, "reload_
         ),
         (lambda d: d["stages"][0].update(activation_bytes=2**53), "stages[0].activation_bytes is 9007199254740992 but"),
         (lambda d: d.update(microbatches=0), "microbatches is 0 but must be from 1 to"),
-        (lambda d: d.update(transfer_us=[1, 1]), "transfer_us has 2 entries but 2 stages have 1 boundaries."),
+        (
+            lambda d: d.update(transfer_us=[1, 1]),
+            "transfer_us has 2 entries but 2 stages have 1 boundaries. Maybe one entry too many",
+        ),
+        (
+            lambda d: d.update(transfer_us=[]),
+            "transfer_us has 0 entries but 2 stages have 1 boundaries. Maybe a boundary between two stages",
+        ),
         (lambda d: d.update(transfer_us=[{"forward": 1}]), "transfer_us[0].backward is missing."),
         (
             lambda d: d.update(transfer_us={"forward": 1, "backward": -2}),
