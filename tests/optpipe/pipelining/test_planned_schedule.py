@@ -165,7 +165,7 @@ def test_a_parameter_that_stages_of_a_process_share_is_scaled_once() -> None:
 def test_without_a_loss_a_step_runs_forwards_only() -> None:
     schedule = PlannedSchedule(mine := stages(2), on_one_device())
     expected = mine[1].submod(mine[0].submod(X))
-    assert torch.equal(schedule.step(X), expected)
+    torch.testing.assert_close(schedule.step(X), expected)  # a CPU may round the rows of a smaller batch otherwise
     assert schedule.step(X, return_outputs=False) is None
     assert all(p.grad is None for stage in mine for p in stage.submod.parameters())
 
