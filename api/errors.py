@@ -128,7 +128,7 @@ class DatabaseGoneError(JobError):
 
     @classmethod
     def unreachable(cls, error: BaseException | None) -> DatabaseGoneError:
-        """That of a connection refused with psycopg's `error`, whose indented lines only ask back."""
+        """Make the error of a connection that failed with psycopg's `error`, whose indented lines only ask back."""
         reason = "; ".join(line for line in str(error).strip().splitlines() if not line.startswith("\t"))
         return cls(f"the database cannot be reached: {reason}. Maybe database_url is wrong.")
 
