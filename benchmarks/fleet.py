@@ -161,7 +161,9 @@ SECTIONS = (
     Section(
         "fleet",
         "Several workers on one problem",
-        "A job that asks for more threads than one worker gives is searched by several, which share what they find.",
+        "A job that asks for more threads than one worker gives is searched by several, which share what they find. On "
+        "two cores four processes share what two have alone; and a search may end in one of several values, so that a "
+        "median of three seeds still changes much from run to run.",
         COMMAND,
         measure,
     ),
