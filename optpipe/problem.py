@@ -141,7 +141,7 @@ class Problem(Displayed, Document):
             likely = (
                 "one entry too many was written for the last stage"
                 if entries > boundaries
-                else "a boundary between two stages of one device was left out: its entry is 0"
+                else "one was left out: a boundary within a device has its entry, 0, too"
             )
             raise reject(
                 "wrong_length",

@@ -85,7 +85,7 @@ EXAMPLE = uniform(2, 2, budget=9, offload={"bytes": 1, "offload_us": 5, "reload_
         ),
         (
             lambda d: d.update(transfer_us=[]),
-            "transfer_us has 0 entries but 2 stages have 1 boundaries. Maybe a boundary between two stages",
+            "transfer_us has 0 entries but 2 stages have 1 boundaries. Maybe one was left out: ",
         ),
         (lambda d: d.update(transfer_us=[{"forward": 1}]), "transfer_us[0].backward is missing."),
         (
