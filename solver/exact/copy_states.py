@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import combinations
 from math import ceil, floor
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numba import njit
@@ -31,11 +31,17 @@ from solver.limits import Limits
 from solver.scale import handles_states
 from solver.solution import OnSolution, Solution
 
-MOST_STATES = 20_000
-"""States with the same number of F and B begun that are kept; where there are more, a smaller value is asked for."""
+MOST_STATES = 40_000
+"""States with the same number of F and B begun that are kept; where there are more, a smaller value is asked for.
+
+Before those that others dominate are left out there may be four times as many.
+"""
 
 MOST_STAGES = 62
 """Stages whose activations that are away are bits of one number."""
+
+Part = TypeVar("Part")
+Found = TypeVar("Found")
 
 
 class Copies(NamedTuple):
@@ -162,7 +168,10 @@ def _least(row: Ints, tables: Tables, copies: Copies, ends: Ends) -> int:
         if k == ops:
             row[ready + i] = 0
             continue
-        at = row[ready + i] = max(row[free + tables.device[k]], row[ready + i])
+        at = max(row[free + tables.device[k]], row[ready + i])
+        if i > 0 and k > 0 and row[i - 1] == k:
+            at = max(at, row[ready + i - 1] + tables.length[k])  # it comes behind the one before
+        row[ready + i] = at
         least = max(least, at + tables.length[k] + ends.tail[k, i])
         if k == 0:
             break
@@ -370,7 +379,8 @@ def _ask_groups(
         groups = list(combinations(devices, number))
         share /= len(groups) + 1
         # What one group leaves of the time is for the others; of work, which is not given back, each has a share.
-        shares = [share if counted else 1 / ((len(groups) - n - 1) // beside + 2) for n in range(len(groups))]
+        more = 1 if number < len(devices) else 0
+        shares = [share if counted else 1 / ((len(groups) - n - 1) // beside + 1 + more) for n in range(len(groups))]
         with ThreadPoolExecutor(beside) as pool:
             solved = list(pool.map(is_solved, groups, shares))
         if is_over() or not (all(solved) if is_question else any(solved)):
@@ -385,7 +395,7 @@ class CopyDolls(Dolls):
     for another with a larger value, as long as that is possible too.
     """
 
-    most_states = MOST_STATES
+    most_states, most_found = MOST_STATES, 4 * MOST_STATES
 
     def __init__(self, problem: Problem, limits: Limits, devices: Collection[int], times: PartTimes) -> None:
         super().__init__(problem, limits)
@@ -503,9 +513,11 @@ class CopyDolls(Dolls):
             newest = rows
             while len(newest):  # copies may follow one another
                 found, beyond = self._after(newest, ends, limit, copies=True)
+                if len(found) > self.most_found:
+                    return None
                 least = min(least, beyond)
                 found[:, -1] *= self.keeps_values
-                kept = undominated(np.concatenate([rows, found]), int(at[3]))
+                kept = self._undominated(np.concatenate([rows, found]), count, int(at[3]))
                 newest = found[kept[kept >= len(rows)] - len(rows)]
                 rows = np.concatenate([rows[kept[kept < len(rows)]], newest])
                 if len(rows) > self.most_states or is_over():
@@ -513,27 +525,45 @@ class CopyDolls(Dolls):
             if n == ops * count:
                 break
             found, beyond = self._after(rows, ends, limit, copies=False)
+            if len(found) > self.most_found:
+                return None
             least = min(least, beyond)
             if not len(found):
                 return (max(least, limit + 1), False) if least < NEVER else None
             found[:, -1] *= self.keeps_values
-            rows = found[undominated(found, int(at[3]))]
+            rows = found[self._undominated(found, count, int(at[3]))]
         return int(rows[:, -1].min()), True
 
     def _after(self, rows: Ints, ends: Ends, limit: int, *, copies: bool) -> tuple[Ints, int]:
-        """States after one more copy, or one more F or B, on as many cores as the search may use."""
-        shares = max(1, min(self.limits.workers, len(rows) // LEAST_SHARE))
-        most = 8 * self.most_states
+        """States after one more copy, or one more F or B, on as many cores as the search may use.
+
+        Not all of them where there are more than `most_found`.
+        """
 
         def of_share(part: Ints) -> tuple[Ints, int]:
             if copies:
-                return _after_copies(part, self.tables, self.copies, ends, limit, most)
-            return _after_ops(part, self.tables, self.copies, self.head, ends, limit, most)
+                return _after_copies(part, self.tables, self.copies, ends, limit, self.most_found)
+            return _after_ops(part, self.tables, self.copies, self.head, ends, limit, self.most_found)
 
-        if shares == 1:
-            found = [of_share(rows)]
-        else:
-            with ThreadPoolExecutor(shares) as pool:
-                found = list(pool.map(of_share, np.array_split(rows, shares)))
+        found = self._beside(of_share, np.array_split(rows, self._shares(rows)))
         self.states_left -= sum(len(of_part) for of_part, _ in found)
         return np.concatenate([of_part for of_part, _ in found]), min(beyond for _, beyond in found)
+
+    def _undominated(self, rows: Ints, count: int, times: int) -> Ints:
+        """`undominated` states of so many microbatches, on as many cores as the search may use."""
+        parts = self._shares(rows)
+
+        def of_part(part: int) -> Ints:
+            return undominated(rows, count, len(self.kept), times, part, parts)
+
+        return np.concatenate(self._beside(of_part, range(parts)))
+
+    def _shares(self, rows: Ints) -> int:
+        return max(1, min(self.limits.workers, len(rows) // LEAST_SHARE))
+
+    def _beside(self, search: Callable[[Part], Found], parts: Sequence[Part]) -> Sequence[Found]:
+        """What a kernel finds of each part, each on its core."""
+        if len(parts) == 1:
+            return [search(parts[0])]
+        with ThreadPoolExecutor(len(parts)) as pool:
+            return list(pool.map(search, parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from random import Random
 from typing import Any
 
@@ -13,7 +14,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.exact import copy_states
-from solver.exact.copy_states import copy_state_bound, copy_state_proof
+from solver.exact.copy_states import CopyDolls, PartTimes, copy_state_bound, copy_state_proof
 from solver.exact.cp_sat.model import Options, solve_cp_sat
 from solver.limits import Limits
 from solver.serial import serial_orders
@@ -146,6 +147,16 @@ def test_gives_up_where_too_many_states_are_possible(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(copy_states.CopyDolls, "most_states", 2)
     problem = four_by_eight(14)
     assert lower_bound_us(problem) <= bound_us(problem) < 5700
+
+
+def test_proves_nothing_from_some_of_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices cannot prove 5220 us, however few of the states found are looked at."""
+    problem = four_by_eight(91)
+    for most in (10, 30, 100, 300):
+        monkeypatch.setattr(copy_states.CopyDolls, "most_found", most)
+        dolls = CopyDolls(problem, Limits(workers=1), (0, 1), PartTimes(problem))
+        assert list(dolls.question(ceil(5220 / dolls.unit_us) - 1)) == []
+        assert not dolls.is_reached
 
 
 def test_leaves_alone_what_it_has_no_states_for() -> None:
