@@ -29,9 +29,9 @@ lint: $(INSTALLED)
 unit: $(READY) $(PROGRAMS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=40 --durations-min=2
 
-# What takes minutes: the wheel in clean environments, the promises at full size.
+# What takes minutes: all enumerations whole, every command of the docs, the wheel in clean environments, chaos.
 test-slow: $(READY) $(PROGRAMS)
-	$(BIN)/python -m pytest -m 'slow or chaos'
+	OPTPIPE_TEST_SIZE=full $(BIN)/python -m pytest -n 2 --dist worksteal -m ''
 
 # The site, from docs/ and the docstrings; a warning is an error.
 docs: $(INSTALLED)

@@ -57,7 +57,7 @@ def measure(size: Size, pictures: Path) -> str:
             say(" ".join(rows[-1]))
     columns = ("p = m", "tokens", "slices", "peak bytes", "planned", "of short ones", "loss error")
     return (
-        f"{table(columns, rows, 0)}\n\nThe GPT of `optpipe train --model tiny` with 8 layers, float32, 1F1B for whole "
+        f"{table(columns, rows, 0)}\n\nThe GPT `tiny` of `optpipe train` with 8 layers, float32, 1F1B for whole "
         "sequences and Seq1F1B for slices; the peak of the fullest device. Gradients and losses are compared with "
         f"those of the plain step on whole sequences.\n\n`{COMMAND} --size {size}`: {machine()}."
     )

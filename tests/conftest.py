@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import RunRanks, ranks
+from tests.sample import FULL, SEED, examples
 
-# No deadline: a first example may compile a kernel or wait for a busy core. The same examples in every run, so that a
-# failure is that of a change; `HYPOTHESIS_PROFILE=explore` looks for new ones.
-settings.register_profile("same_everywhere", parent=settings(), deadline=None, derandomize=True)
-settings.register_profile("explore", parent=settings(), deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same_everywhere"))
+# No deadline, and nothing judged by its time: a first example may compile a kernel or wait for a busy core.
+settings.register_profile(
+    "sample",
+    parent=settings(),
+    max_examples=examples(100),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+settings.load_profile("sample")
 
 SLOW_TEST_S = 3600
 """A limit for tests that are marked as slow; that of all others is in pyproject.toml."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Hypothesis draw by the seed of this run, unless another one is given."""
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = SEED
+
+
+def pytest_report_header() -> str:
+    """The seed and the size."""
+    return _size()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The seed once more, where somebody who reads of a failure looks."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"{_size()} Repeat with OPTPIPE_TEST_SEED={SEED}.")
+
+
+def _size() -> str:
+    return f"Enumerations: {'whole' if FULL else 'a fifth'}, seed {SEED}."
 
 
 def pytest_runtest_setup() -> None:
@@ -33,7 +60,7 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give what takes minutes more time than all else has."""
     for item in items:
-        if item.get_closest_marker("slow") or item.get_closest_marker("chaos"):
+        if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_TEST_S))
 
 

@@ -51,6 +51,13 @@ def blocks_of(page: Path) -> Sequence[Block]:
     return list(_blocks(page.read_text()))
 
 
+def spans_of(page: Path) -> Iterator[tuple[int, str]]:
+    """Code within sentences and tables, with the line where its paragraph begins."""
+    for token in MarkdownIt().enable("table").parse(page.read_text()):
+        line = token.map[0] + 1 if token.map else 0
+        yield from ((line, child.content) for child in token.children or [] if child.type == "code_inline")
+
+
 def _blocks(text: str) -> Iterator[Block]:
     mark, says = "", ""
     for token in MarkdownIt().parse(text):

@@ -4,28 +4,91 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from enum import EnumType
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import typer
 
-from tests.docs.blocks import COMMANDS, OTHERS, ROOT, Block, blocks_of, pages
+from instances import INSTANCES
+from optpipe.cli.app import app
+from tests.docs.blocks import COMMANDS, OTHERS, ROOT, Block, blocks_of, pages, spans_of
+from tests.docs.changes import chosen_pages, is_concerned, name_of
 from tests.docs.session import PATIENCE_S, PROLOGUE, check_output, forking, run_page
 
 ELSEWHERE = {"docs/service.md": "tests/test_service_guide.py"}
 """Pages whose commands another test runs."""
 
+INSTANCE_NAMES = {path.stem for path in INSTANCES.rglob("*.json")}
+"""Those of suites too."""
 
-def _name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
-
-@pytest.mark.parametrize("page", pages(), ids=_name)
+@pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_every_block_has_a_known_language(page: Path) -> None:
     for block in blocks_of(page):
         known = block.language in COMMANDS + OTHERS or block.is_directive
         assert known, f"line {block.line}: {block.language!r} is none of {COMMANDS + OTHERS}"
         if block.mark == "not run":
             assert len(block.says.split()) > 2, f"line {block.line}: why is it not run?"
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_a_command_within_a_sentence_is_a_name(page: Path) -> None:
+    """It names what there is; with a value or a file of its own it stands in a block, where it is run."""
+    for line, text in spans_of(page):
+        _, program, rest = text.partition("optpipe ")
+        if program and text.startswith(("optpipe ", "python -m", "torchrun ")):
+            check_names(f"line {line}: {text!r}", rest.split())
+
+
+def check_names(place: str, words: list[str]) -> None:
+    """Every word is a command, its option or a choice of that, a suite or an instance, or a placeholder in capitals."""
+    command: Any = typer.main.get_command(app)
+    known: set[str] = {"..."}
+    for word in words:
+        if word in getattr(command, "commands", {}):
+            command = command.commands[word]
+            known |= INSTANCE_NAMES if word == "bench" else set()
+        elif word.startswith("-"):
+            options = {name: option for option in command.params for name in (*option.opts, *option.secondary_opts)}
+            assert word in options or word == "--help", f"{place}: {command.name} has no {word}"
+            known |= choices(options[word]) if word in options else set()
+        else:
+            assert word in known or Path(word).stem.isupper(), f"{place}: {word!r} is for a block, which is run"
+
+
+def choices(option: Any) -> set[str]:
+    """The values that an option's type or its metavar lists."""
+    annotation = option.type_descriptor.annotation
+    listed = {
+        str(choice.value)
+        for one in get_args(annotation) or (annotation,)
+        if isinstance(one, EnumType)
+        for choice in one
+    }
+    return listed | set((option.metavar or "").split("|"))
+
+
+def test_what_is_no_name_is_found() -> None:
+    check_names("", ["plan", "FILE.json", "--modes", "...", "-o", "FILE"])
+    check_names("", ["bench", "small", "--only", "r-p4-m8-o1-b20"])
+    for words, message in (
+        (["plan", "--modes", "full"], "'full' is for a block"),
+        (["bench", "smallest"], "'smallest' is for a block"),
+        (["plan", "--mode"], "plan has no --mode"),
+        (["planet"], "'planet' is for a block"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            check_names("", words)
+
+
+def test_a_page_runs_again_where_it_a_command_or_an_example_of_it_has_changed() -> None:
+    page = ROOT / "docs" / "trace.md"
+    for path in ("docs/trace.md", "optpipe/cli/trace.py", "optpipe/cli/console.py"):
+        assert is_concerned(page, [path]), path
+    for path in ("docs/train.md", "optpipe/cli/bench.py", "examples/demo.py", "solver/solve.py"):
+        assert not is_concerned(page, [path]), path
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +99,10 @@ def server() -> Iterator[Path]:
 
 
 @pytest.mark.timeout(PATIENCE_S + 60)
-@pytest.mark.parametrize("page", pages(), ids=_name)
+@pytest.mark.parametrize("page", chosen_pages(), ids=name_of)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, free_tcp_port: int, server: Path) -> None:
-    if _name(page) in ELSEWHERE:
-        assert page.name in (ROOT / ELSEWHERE[_name(page)]).read_text()
+    if name_of(page) in ELSEWHERE:
+        assert page.name in (ROOT / ELSEWHERE[name_of(page)]).read_text()
     else:
         run_page(blocks_of(page), tmp_path, free_tcp_port, server)
 

@@ -17,6 +17,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
 from tests.problems import problems
 from tests.random_plans import execute, peak_bytes, planned_durations, precedences, random_orders
+from tests.sample import examples
 
 SEEDS = st.integers(0, 10**6)
 
@@ -135,7 +136,7 @@ def test_refuses_microbatches_out_of_order() -> None:
         simulate(uniform(1, 2), orders)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(problems(), SEEDS)
 def test_equals_a_naive_executor(problem: Problem, seed: int) -> None:
     problem = problem.model_copy(update={"objective": "makespan"})
@@ -148,7 +149,7 @@ def test_equals_a_naive_executor(problem: Problem, seed: int) -> None:
         assert simulation.device_memory(d).peak_bytes == peak_bytes(problem, executed, d)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(problems(max_devices=4, max_stages=6, max_microbatches=4), SEEDS)
 def test_device_span_is_the_least_that_the_orders_allow(problem: Problem, seed: int) -> None:
     problem = problem.model_copy(update={"objective": "device_span"})

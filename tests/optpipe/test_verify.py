@@ -22,6 +22,7 @@ from optpipe.verify import _Verifier, find_cycle, verify
 from solver.build import build_schedule
 from tests.problems import problems
 from tests.random_plans import random_orders
+from tests.sample import examples
 
 OFFLOAD = {"bytes": 1, "offload_us": 4, "reload_us": 6}
 
@@ -193,7 +194,7 @@ def test_orders_that_no_executor_could_begin_are_found_at_equal_times() -> None:
     assert violation.detail.startswith("waits for itself: ")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_without_any_length_what_the_simulator_cannot_run_is_found(data: st.DataObject) -> None:
     """Two devices that share a channel hand over at one instant: only orders and waits say who goes first."""
@@ -295,7 +296,7 @@ def test_times_far_from_0_are_not_judged_more_mildly() -> None:
     assert {"dependency"} <= rules_broken(data)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(problems(), st.integers(0, 10**6))
 def test_exact_times_are_those_of_the_simulator(problem: Problem, seed: int) -> None:
     """The least value that the verifier adds up for itself, if it has to."""
@@ -309,7 +310,7 @@ def test_exact_times_are_those_of_the_simulator(problem: Problem, seed: int) -> 
         assert judge._exact_value_us(schedule.value_us * (1 - 1e-6)) > schedule.value_us * (1 - 1e-6)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(problems(), st.integers(0, 10**6))
 def test_agrees_with_the_simulator_on_random_orders(problem: Problem, seed: int) -> None:
     """Two implementations, one set of rules: simulated orders break nothing once the budgets are lifted."""

@@ -24,6 +24,7 @@ from solver.published.transfers import TransferPlanner, TransferRequest
 from tests.problems import problems
 from tests.random_plans import execute, peak_bytes, planned_durations, random_orders
 from tests.random_timings import random_peaks_bytes
+from tests.sample import examples
 
 SEEDS = st.integers(0, 10**6)
 Event = tuple[Op, int]
@@ -81,7 +82,7 @@ def peak_by_brute_force(graph: nx.DiGraph) -> int:
     return best(frozenset())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(problems(), SEEDS, st.booleans())
 def test_equals_a_minimum_cut(problem: Problem, seed: int, with_waits: bool) -> None:
     orders = random_orders(problem, Random(seed))
@@ -91,7 +92,7 @@ def test_equals_a_minimum_cut(problem: Problem, seed: int, with_waits: bool) -> 
         assert worst_case_peak_bytes(problem, streams_of(device), waits) == peak_by_minimum_cut(graph)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(problems(max_devices=1, max_stages=2, max_microbatches=2), SEEDS)
 def test_equals_brute_force(problem: Problem, seed: int) -> None:
     orders = random_orders(problem, Random(seed))
@@ -100,7 +101,7 @@ def test_equals_brute_force(problem: Problem, seed: int) -> None:
         assert worst_case_peak_bytes(problem, streams_of(orders.devices[0]), waits) == peak_by_brute_force(graph)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(problems(), SEEDS)
 def test_no_random_timing_exceeds_it(problem: Problem, seed: int) -> None:
     rng = Random(seed)
@@ -147,7 +148,7 @@ def test_equals_a_minimum_cut_on_a_device_of_a_large_schedule(large: tuple[Probl
         assert worst_case_peak_bytes(problem, streams_of(orders.devices[3]), waits) == peak_by_minimum_cut(graph)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(problems(), SEEDS)
 def test_derived_waits_keep_the_planned_peak_at_no_cost(problem: Problem, seed: int) -> None:
     """Research result behind `optpipe.memory`; ops without length or that grow memory at their end are left out."""

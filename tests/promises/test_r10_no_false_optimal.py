@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe.problem import Problem
@@ -13,11 +13,12 @@ from optpipe.verify import verify
 from solver.bounds import lower_bound_us
 from tests.problems import KNOWN_OPTIMA, problems
 from tests.promises.harness import PUBLISHED, SEARCHES, answer
+from tests.sample import examples
 
 ROUNDING_US = 1e-6
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40))
 @given(problems(), st.sampled_from([0.0, 0.0, 0.1]))
 def test_no_method_is_better_than_what_another_proved(problem: Problem, gap: float) -> None:
     """Every bound holds for every schedule; `optimal` is a valid schedule at its bound; nothing else is called so."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe.problem import Problem
 from tests.placed_problems import placed_problems
 from tests.problems import problems
 from tests.promises.harness import PUBLISHED, SEARCHES, answer, check
+from tests.sample import examples
 
 SEEDS = st.integers(0, 10**6)
 
 
-@settings(deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(1000))
 @given(placed_problems() | problems(max_microbatches=5), SEEDS)
 def test_a_thousand_problems(problem: Problem, seed: int) -> None:
     for method in PUBLISHED:
@@ -24,7 +25,7 @@ def test_a_thousand_problems(problem: Problem, seed: int) -> None:
 
 
 @pytest.mark.parametrize("method", SEARCHES)
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30))
 @given(problem=placed_problems(most_microbatches=3) | problems(), seed=SEEDS)
 def test_searches(method: str, problem: Problem, seed: int) -> None:
     """No search is worse than what is published, and none breaks a rule."""

@@ -24,7 +24,7 @@ LONGEST_S = 600.0
     ("jobs", "each_s", "number", "every_s"),
     [
         pytest.param(40, 0.3, 3, 0.7, id="small"),
-        pytest.param(500, 1.0, 4, 1.5, id="full", marks=pytest.mark.chaos),
+        pytest.param(500, 1.0, 4, 1.5, id="full", marks=pytest.mark.slow),
     ],
 )
 async def test_killed_at_random(

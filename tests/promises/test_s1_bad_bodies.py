@@ -12,6 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tests.api.harness import PROBLEM, body
+from tests.sample import examples
 
 ROUTES = ("/v1/schedules", "/v1/analyze", "/v1/compare")
 AT_ONCE_S = 5.0
@@ -93,7 +94,7 @@ def test_other_media_types(client: Client, media_type: str) -> None:
     assert answer.json()["errors"][0]["code"] == "not_json"
 
 
-@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200) | st.text(alphabet='{}[]",:\\u0d9tfn-+.eE ', max_size=60).map(str.encode))
 def test_any_bytes(client: Client, content: bytes) -> None:
     check_refused(client, "/v1/schedules", content)

@@ -20,6 +20,7 @@ from solver.methods import METHODS, published_orders
 from solver.solve import solve
 from tests.problems import problems
 from tests.recomputing import one_f_one_b, random_recomputing, recomputing
+from tests.sample import examples
 
 
 def with_microbatches(problem: Problem, microbatches: int) -> Problem:
@@ -56,7 +57,7 @@ def test_offloads_go_on(channels: dict[str, Any]) -> None:
     assert simulate(target, orders).value_us == solve(target, "ada-offload").value_us
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(problems(max_microbatches=5), st.integers(1, 7))
 def test_whatever_comes_out_keeps_the_rules(problem: Problem, microbatches: int) -> None:
     try:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from instances import HALF, uniform
@@ -27,6 +27,7 @@ from solver.solution import Solution
 from solver.solve import solve
 from tests.problems import problems
 from tests.reference_model import TooHardError, reference_optimum_us
+from tests.sample import examples
 
 ROUNDING_US = 1e-9
 
@@ -59,7 +60,7 @@ def answered(problem: Problem, method: str) -> Schedule | None:
 
 
 @pytest.mark.parametrize("method", ["cp-sat", "auto"])
-@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20))
 @given(problem=tiny(4, 5))
 def test_claims_are_true(problem: Problem, method: str) -> None:
     optimum_us, schedule = optimum_of(problem), answered(problem, method)
@@ -69,7 +70,7 @@ def test_claims_are_true(problem: Problem, method: str) -> None:
         assert schedule.value_us >= optimum_us - ROUNDING_US
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30))
 @given(problem=tiny(3, 5))
 def test_bounds_hold(problem: Problem) -> None:
     optimum_us = optimum_of(problem)
@@ -80,7 +81,7 @@ def test_bounds_hold(problem: Problem) -> None:
     assert lower_bound_us(problem) <= optimum_us + ROUNDING_US
 
 
-@settings(deadline=None, max_examples=10, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(10))
 @given(problem=tiny(4, 5))
 def test_parts_claim_no_more_than_the_whole(problem: Problem) -> None:
     """Also not where they begin from the optimum itself, which is a bound of the whole."""
@@ -214,7 +215,7 @@ def has_few_orders(problem: Problem) -> bool:
     return all(len(stages) * problem.microbatches <= 3 for stages in problem.stages_of)
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20))
 @given(problem=tiny(2, 4).filter(has_few_orders).map(without_offload))
 def test_the_reference_is_the_best_of_all_orders(problem: Problem) -> None:
     """The reference itself, against every order that the rules allow, budgets kept: fused backwards or split."""

@@ -32,6 +32,7 @@ from solver.methods import METHODS, published_orders
 from solver.solve import solve
 from tests.problems import problems
 from tests.recomputing import COPY, LEAVES, one_f_one_b, recomputing
+from tests.sample import examples
 
 
 @pytest.fixture
@@ -274,7 +275,7 @@ def scaled(data: Any, times: float, sizes: int, name: str = "") -> Any:
     return data * sizes if data is not None and name in SIZES else data
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(problems(), st.sampled_from([2, 1000, 0.5]), st.sampled_from([2, 3, 1024]))
 def test_common_factors_do_not_matter(problem: Problem, times: float, sizes: int) -> None:
     """By factors with which 0.1 and 2.25 remain what they say."""
@@ -282,7 +283,7 @@ def test_common_factors_do_not_matter(problem: Problem, times: float, sizes: int
     assert canonical_form(other).data == canonical_form(problem).data
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(problems())
 def test_names_and_spelling_do_not_matter(problem: Problem) -> None:
     data = problem.to_data() | {"name": "other", "source": "measured again"}

@@ -22,6 +22,7 @@ from solver.solve import solve
 from tests import mode_oracle as oracle
 from tests.problems import problems
 from tests.recomputing import random_problem, recomputing
+from tests.sample import examples, some
 
 
 def test_offloads_only_where_the_budget_asks_for_it() -> None:
@@ -113,7 +114,7 @@ def test_a_budget_in_which_slices_free_all_before_a_large_weight_pass_is_possibl
     assert impossible_budgets(less) == [(0, 10, 9)]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(problems(max_microbatches=5))
 def test_is_valid_wherever_it_answers(problem: Problem) -> None:
     orders = serial_orders(problem)
@@ -147,7 +148,7 @@ def one_device() -> list[dict[str, Any]]:
     return [stage.to_data() | {"device": 0} for stage in recomputing(2, 3).stages]
 
 
-@pytest.mark.parametrize("first", [0, 100])
+@pytest.mark.parametrize("first", some([0, 100]))
 def test_the_floor_of_random_problems_with_modes(first: int) -> None:
     """The budgets known to do are as small as any choice of ways allows, one microbatch at a time."""
     for seed in range(first, first + 100):

@@ -27,6 +27,7 @@ from solver.strategy import SharedIncumbent
 from solver.warm_starts import WITH_KERNELS, WITHOUT_KERNELS, lengthened, offer_published, repeated_published
 from tests.problems import problems
 from tests.recomputing import FULL, recomputing
+from tests.sample import examples
 from tests.unequal import unequal
 
 RECOMPUTING = {"1f1b-recompute", "1f1b-recompute-ahead"}
@@ -229,7 +230,7 @@ def test_what_is_no_period_is_not_repeated() -> None:
     assert lengthened(problem, published_orders(METHODS["gpipe"], problem), 3, 1, 5) is None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(problems(max_microbatches=5))
 def test_every_microbatch_of_a_serial_schedule_is_a_period(problem: Problem) -> None:
     """Repeating it gives the serial schedule of more microbatches, on any placement."""

@@ -21,6 +21,7 @@ from solver.solve import solve
 from tests.api.harness import PROBLEM
 from tests.problems import KNOWN_OPTIMA, problems
 from tests.recomputing import every_mode
+from tests.sample import examples
 
 
 def analysis(client: Client, schedule: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def test_a_measured_problem(client: Client) -> None:
     assert found["zb-auto"] <= found["1f1b"]
 
 
-@hypothesis_settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problem=problems())
 def test_any_problem_can_be_compared(client: Client, problem: Problem) -> None:
     answer = client.post("/v1/compare", json={"problem": problem.to_data()})

@@ -24,6 +24,7 @@ from solver.solve import solve
 from tests.api.web.modules import address, call
 from tests.browser import open_page
 from tests.recomputing import FULL, LEAVES, one_f_one_b, recomputing
+from tests.sample import some
 from tests.unequal import random_orders, random_unequal, unequal
 
 NO_BREAK_SPACE = "\u00a0"
@@ -120,7 +121,7 @@ def test_schedules_with_activation_modes(anywhere: Page, mode: dict[str, Any]) -
     _no_slack(anywhere, schedule)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", some(range(10)))
 def test_memory_of_random_units(anywhere: Page, seed: int) -> None:
     """Slices, factors, modes and copies at once, and no op on the critical path has slack."""
     rng = Random(seed)

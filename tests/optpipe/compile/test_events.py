@@ -20,6 +20,7 @@ from solver.build import build_schedule
 from tests.optpipe.compile.test_streams import placed_problems
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.random_plans import random_orders
+from tests.sample import examples
 
 
 def checked(program: Program) -> None:
@@ -27,7 +28,7 @@ def checked(program: Program) -> None:
 
 
 @given(placed_problems(), st.integers(0, 10**6), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_without_any_one_wait_something_begins_too_early(problem: Problem, seed: int, data: st.DataObject) -> None:
     """Without waits of a plan: the check knows rules, memory and slabs, not what else a plan asks for."""
     orders = random_orders(problem, Random(seed))
@@ -46,7 +47,7 @@ def test_without_any_one_wait_something_begins_too_early(problem: Problem, seed:
 
 
 @given(placed_problems(), st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_deriving_events_again_changes_nothing(problem: Problem, seed: int) -> None:
     program = compile_schedule(random_schedule(problem, seed))
     assert with_events(program) == program

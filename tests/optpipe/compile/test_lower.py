@@ -25,6 +25,7 @@ from tests.optpipe.compile.test_check import moved
 from tests.optpipe.compile.test_streams import placed_problems
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
 from tests.problems import problems
+from tests.sample import examples, some
 from tests.unequal import random_orders as random_unequal_orders
 from tests.unequal import random_unequal, unequal
 from tests.unequal_schedules import with_factors
@@ -65,7 +66,7 @@ def test_what_leaves_comes_back() -> None:
 
 
 @given(problems(), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_every_stream_keeps_its_order_and_messages_are_first_in_first_out(problem: Problem, seed: int) -> None:
     schedule = random_schedule(unlimited(problem), seed)
     program = compile_schedule(schedule)
@@ -82,14 +83,14 @@ def test_every_stream_keeps_its_order_and_messages_are_first_in_first_out(proble
 
 
 @given(problems(), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_one_list_a_device_needs_no_more_memory_than_three_streams(problem: Problem, seed: int) -> None:
     schedule = random_schedule(unlimited(problem), seed)
     peaks = planned_peaks_bytes(compile_schedule(schedule), problem, [0] * (len(problem.stages) - 1))
     assert all(peak <= d.peak_bytes_any_timing for peak, d in zip(peaks, schedule.devices, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some(range(40)))
 def test_unequal_microbatches_are_lowered_in_their_order_within_the_memory_of_any_timing(seed: int) -> None:
     """With modes, copies and transfers; the peaks of kept activations are above those of equal microbatches."""
     rng = Random(seed)
@@ -199,7 +200,7 @@ def test_random_placements_compile_whatever_the_planned_times_say() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_placement_runs_every_forward_once(placement: list[int], microbatches: int) -> None:
     program = compile_forward(placement, microbatches)  # checked as every program is: it cannot deadlock
     times = play(program, lambda op: 1.0)
@@ -267,7 +268,7 @@ def test_a_pair_with_memory_taken_or_given_back_between_stays_as_it_is() -> None
 
 
 @given(placed_problems(), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_what_is_fused_runs_keeps_its_order_and_needs_no_more_memory(problem: Problem, seed: int) -> None:
     """Without workspace BW holds what B held before it, and what W left after it."""
     problem = with_sizes(problem, None, workspace_bytes={}, backward_weight_bytes=0)

@@ -19,6 +19,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule
 from solver.solve import solve
+from tests.sample import examples
 
 
 def one_stage(microbatches: int, offload_us: float, reload_us: float) -> Problem:
@@ -161,7 +162,7 @@ def most_bytes(problem: Problem, planned: Times) -> int:
 
 
 @given(stays(ANY))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_two_activations_in_one_slab_never_overlap_and_fit(case: tuple[Problem, Times]) -> None:
     problem, planned = case
     plan = plan_slabs(problem, planned)
@@ -177,7 +178,7 @@ def test_two_activations_in_one_slab_never_overlap_and_fit(case: tuple[Problem, 
 
 
 @given(stays(EQUAL))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_equal_sizes_need_as_many_slabs_as_there_are_activations_at_once(case: tuple[Problem, Times]) -> None:
     problem, planned = case
     at_instants = {op for op, (start, end) in planned.items() if start == end}

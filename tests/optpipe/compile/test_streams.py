@@ -28,6 +28,7 @@ from tests.optpipe.runtime.schedules import random_schedule
 from tests.problems import problems
 from tests.random_plans import precedences
 from tests.recomputing import random_recomputing
+from tests.sample import examples, some
 
 
 @st.composite
@@ -48,7 +49,7 @@ def random_durations(program: Program, rng: Random) -> dict[Op, float]:
 
 
 @given(placed_problems(), st.integers(0, 10**6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_whatever_things_take_the_plan_is_obeyed_within_its_memory(problem: Problem, seed: int) -> None:
     schedule = random_schedule(problem, seed)
     program = compile_schedule(schedule)
@@ -62,7 +63,7 @@ def test_whatever_things_take_the_plan_is_obeyed_within_its_memory(problem: Prob
         assert max(levels_bytes(program, problem, times, d), default=0) <= allowed
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", some(range(60)))
 def test_random_schedules_with_modes_are_obeyed_within_their_memory(seed: int) -> None:
     rng = Random(seed)
     problem, orders = random_recomputing(rng)

@@ -26,6 +26,7 @@ from solver.methods import METHODS
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, specs, stages_of
 from tests.optpipe.runtime.rendezvous import Rendezvous
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
+from tests.sample import some
 
 DTYPE = torch.float64
 GROUPS, A_GROUP = 10, 8
@@ -59,7 +60,7 @@ def half(action: Action) -> object:
     return matching_receive(action.key) if action.kind in SENDS else matching_send(action.key)
 
 
-@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize("group", some(range(GROUPS)))
 def test_no_message_is_half_before_the_points(group: int) -> None:
     assert all(is_right(program, validation_points(program)) for program in programs(group))
 
@@ -101,7 +102,7 @@ class Watch:
     def end(self) -> None: ...
 
 
-@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize("group", some(range(GROUPS)))
 def test_a_dropped_beginning_leaves_nothing_and_changes_no_bit(group: int) -> None:
     """It was made with wrong weights; then every byte, slab and message of it is gone before it is made anew."""
     for program in programs(group):
@@ -158,7 +159,7 @@ def are_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize("group", some(range(GROUPS)))
 def test_no_device_waits_for_one_that_has_not_validated_yet(group: int, right: bool) -> None:
     """In threads, where a send waits for its receive: each validates when it gets there, without the others."""
     for program in programs(group):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 
 from instances import REFERENCE, instance, uniform
 from optpipe.problem import Problem
@@ -11,6 +11,7 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.published.zb_auto import zb_auto
 from tests.problems import KNOWN_OPTIMA, problems
+from tests.sample import examples
 from tests.solutions import best_found
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
@@ -48,7 +49,7 @@ def test_is_an_optimum_along_a_v(name: str) -> None:
     assert lower_bound_us(instance(name)) == PROVED[name]
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=examples(40))
 @given(problems(max_microbatches=5))
 def test_no_schedule_is_below(problem: Problem) -> None:
     assume(split_backward_suffices(problem))

@@ -19,6 +19,7 @@ from solver.exact.relaxation import projected
 from solver.limits import Limits
 from solver.serial import serial_orders
 from solver.solution import Solution
+from tests.sample import examples
 
 
 def tight(m: int = 8, budget: int = 4, kept: int = 2, **more: Any) -> float:
@@ -137,7 +138,7 @@ def test_is_the_optimum_of_the_first_device_alone() -> None:
     assert round_bounds_us(problem)[0] == optimum_us(alone, work=2.0)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(2, 6), st.integers(2, 9), st.integers(0, 4), st.lists(st.integers(0, 5), min_size=3, max_size=3))
 def test_no_schedule_is_below(m: int, budget: int, kept: int, times: list[int]) -> None:
     data = uniform(2, m, budget=budget, backward_weight_bytes=kept, objective="device_span").to_data()

@@ -6,7 +6,7 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
@@ -26,13 +26,12 @@ from solver.solution import Solution
 from tests.problems import problems
 from tests.random_plans import random_plan
 from tests.recomputing import random_recomputing, recomputing
+from tests.sample import examples, some
 from tests.solver.exact.test_rules import within_its_peaks
 from tests.unequal import random_orders, random_pipeline, random_unequal, unequal
 
-SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 
-
-@settings(deadline=None, max_examples=150, suppress_health_check=SLOW)
+@settings(max_examples=examples(150))
 @given(problems(max_microbatches=4), st.randoms(use_true_random=False))
 def test_random_schedules_are_not_ruled_out(problem: Problem, rng: Random) -> None:
     data = problem.to_data() | {"host_memory_bytes": None}
@@ -59,7 +58,7 @@ def test_random_schedules_are_not_ruled_out(problem: Problem, rng: Random) -> No
     assert configured_solver(Limits(60, workers=1)).solve(variables.model) == cp_model.OPTIMAL
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=SLOW)
+@settings(max_examples=examples(40))
 @given(problems())
 def test_optima_are_the_same_without_it(problem: Problem) -> None:
     orders = serial_orders(problem)
@@ -104,7 +103,7 @@ def test_what_modes_leave_takes_room() -> None:
     assert (Op("B", 0, 0), Op("F", 0, 2)) not in inside
 
 
-@pytest.mark.parametrize("first", range(0, 200, 100))
+@pytest.mark.parametrize("first", some(range(0, 200, 100)))
 def test_random_schedules_with_modes_keep_them(first: int) -> None:
     for seed in range(first, first + 100):
         problem, orders = random_recomputing(Random(seed))

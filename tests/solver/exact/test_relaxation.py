@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from instances import HALF, REFERENCE, instance, uniform
@@ -29,6 +29,7 @@ from solver.published.ada_offload import in_flight_orders
 from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.problems import problems
+from tests.sample import examples, some
 from tests.unequal import random_orders, random_pipeline, random_unequal
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
@@ -118,7 +119,7 @@ def test_is_never_above_a_proved_optimum(name: str) -> None:
     assert lower_bound_us(problem) <= bound_of(problem, start) <= PROVED[name]
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=examples(25))
 @given(problems(max_stages=5))
 def test_no_schedule_is_below(problem: Problem) -> None:
     start = start_of(problem)
@@ -135,7 +136,7 @@ def test_no_schedule_is_below(problem: Problem) -> None:
     assert [answer.bound_us for answer in reported] == sorted({answer.bound_us for answer in reported})
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=examples(25))
 @given(problems(max_stages=5), st.booleans())
 def test_what_parts_prove_is_optimal(problem: Problem, of_best: bool) -> None:
     """From a poor start there is a better schedule, or no answer; the best is proved, or not."""
@@ -308,7 +309,7 @@ def test_a_bound_of_the_whole_is_not_raised_to_the_values_of_a_part() -> None:
     assert bound_of(problem, replace(start, bound_us=14.5)) == 14.5
 
 
-@pytest.mark.parametrize("first", range(0, 120, 40))
+@pytest.mark.parametrize("first", some(range(0, 120, 40)))
 def test_parts_of_slices_and_unequal_microbatches_wait_no_longer_than_the_whole(first: int) -> None:
     """No delay of a unit is longer than the stages that are left out, and orders of the whole serve the part."""
     judged = 0

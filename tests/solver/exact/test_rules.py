@@ -6,7 +6,7 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from instances import uniform
@@ -17,6 +17,7 @@ from optpipe.problem import Problem
 from solver.exact.rules import count_like_pairs, in_weight_order, least_work_around, like_pairs, like_weights
 from tests.problems import problems
 from tests.random_plans import Planned, random_plan
+from tests.sample import examples
 
 
 def within_its_peaks(problem: Problem, plan: Planned) -> Problem:
@@ -37,7 +38,7 @@ def from_the_start(effect: Effect) -> Effect:
     return Effect(taken, effect.at_start + effect.at_end - taken)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=examples(100))
 @given(problems(max_microbatches=4), st.randoms(use_true_random=False))
 def test_random_schedules_are_not_ruled_out(problem: Problem, rng: Random) -> None:
     data = problem.to_data()
@@ -102,7 +103,7 @@ def test_stages_whose_weights_differ_are_not_alike() -> None:
     assert count_like_pairs(Problem.from_data(data)) == 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(problems(), st.booleans(), st.randoms(use_true_random=False))
 def test_sorting_keeps_rules_and_memory(problem: Problem, alike: bool, rng: Random) -> None:
     if alike:

@@ -8,7 +8,7 @@ from itertools import product
 import highspy
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from ortools.sat.python import cp_model
 
 from instances import WHOLE, uniform
@@ -30,6 +30,7 @@ from solver.strategy import SharedIncumbent
 from solver.warm_starts import offer_published
 from tests.placed_problems import placed_problems
 from tests.problems import KNOWN_OPTIMA
+from tests.sample import examples
 
 FEASIBLE = 1e-6
 """Feasibility tolerance of a row in HiGHS."""
@@ -57,7 +58,7 @@ class Known:
 KNOWN = placed_problems(most_microbatches=3).filter(split_backward_suffices).map(Known.of).filter(bool)
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30))
 @given(KNOWN)
 def test_a_point_of_the_mixed_integer_program(known: Known) -> None:
     start = known.start
@@ -69,7 +70,7 @@ def test_a_point_of_the_mixed_integer_program(known: Known) -> None:
     assert point[program.variables.objective] * program.variables.unit_us == pytest.approx(start.value_us)
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30))
 @given(KNOWN)
 def test_a_point_of_the_constraint_model(known: Known) -> None:
     """Nothing but the hint itself is left to CP-SAT."""

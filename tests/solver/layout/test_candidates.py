@@ -21,6 +21,7 @@ from solver.layout.ranking import rank
 from solver.limits import Limits
 from solver.process import ChildResult
 from tests.layer_profiles import BLOCK, profile
+from tests.sample import examples
 
 
 @pytest.mark.parametrize(("layers", "stages", "sizes"), [(7, 3, (3, 2, 2)), (6, 3, (2, 2, 2)), (4, 4, (1, 1, 1, 1))])
@@ -58,7 +59,7 @@ def busiest_us(given: LayerProfile, sizes: tuple[int, ...], places: tuple[int, .
     return max(work)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     st.lists(st.integers(1, 30), min_size=6, max_size=9),
     st.sampled_from([("linear", 2, 1), ("linear", 3, 1), ("v", 2, 2), ("interleaved", 2, 2)]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instances import HALF, REFERENCE, WHOLE, instance, uniform
@@ -20,6 +20,7 @@ from tests.placed_problems import placed_problems
 from tests.problems import problems
 from tests.random_timings import exceeded, random_peaks_bytes
 from tests.recomputing import random_pipeline
+from tests.sample import examples, some
 
 WITH_OFFLOAD = sorted(name for name in REFERENCE if name.startswith(("d-", "po-")))
 
@@ -57,7 +58,7 @@ def test_says_which_budgets_would_do() -> None:
         ada_offload(uniform(2, 2, v_shape=True, budget=3))
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300))
 @given(placed_problems() | problems(max_microbatches=5), st.integers(0, 10**6))
 def test_valid_wherever_the_floor_is_and_under_any_timing(problem: Problem, seed: int) -> None:
     """Where there is no schedule, the floor has none either, and the budgets that the reason names are enough."""
@@ -75,7 +76,7 @@ def test_valid_wherever_the_floor_is_and_under_any_timing(problem: Problem, seed
     assert not exceeded(problem, random_peaks_bytes(problem, orders, 100, seed))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(problems(max_microbatches=5), st.integers(1, 6), st.integers(0, 3))
 def test_any_number_in_flight_runs(problem: Problem, in_flight: int, late_weights: int) -> None:
     orders = in_flight_orders(problem, in_flight, late_weights)
@@ -103,7 +104,7 @@ def test_one_in_flight_is_one_after_the_other() -> None:
     assert simulate(problem, orders).value_us == 2 * (6 * 10 + 4) + 2 * 10
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(problems(max_microbatches=6), st.integers(1, 7), st.integers(0, 3))
 def test_both_numbers_hold(problem: Problem, in_flight: int, late_weights: int) -> None:
     orders = in_flight_orders(problem, in_flight, late_weights)
@@ -118,7 +119,7 @@ def test_both_numbers_hold(problem: Problem, in_flight: int, late_weights: int) 
             pending += {"F": 0, "B": 1, "W": -1}[op.kind]
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", some(range(0, 60, 20)))
 def test_with_modes_it_is_valid_wherever_the_floor_is(first: int) -> None:
     """No worse than the floor and than what keeps or offloads everything, under any timing; a reason where it fails."""
     better = 0

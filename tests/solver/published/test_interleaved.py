@@ -12,6 +12,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule, peak_budgets
 from solver.published.interleaved import interleaved_1f1b
+from tests.sample import examples
 from tests.solver.published.unequal import unequal
 
 
@@ -80,7 +81,7 @@ def test_bubble_and_memory_at_unit_costs(p: int, chunks: int, m: int) -> None:
     assert peak_budgets(problem, orders)[0] == 2 * ((chunks - 1) * p + 2 * (p - 1) + 1)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_any_costs_chunks_and_microbatches(data: st.DataObject) -> None:
     p, chunks = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 4))

@@ -16,6 +16,7 @@ from optpipe.simulate import simulate
 from solver.build import build_schedule, over_budget, peak_budgets
 from solver.published.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
 from solver.published.zb_auto import zb_auto
+from tests.sample import examples
 from tests.solver.published.unequal import unequal
 
 MEASURED = sorted(name for name in REFERENCE if name.startswith("zb-"))
@@ -131,7 +132,7 @@ def test_no_bubble_at_unit_costs(p: int) -> None:
     assert simulate(problem, zb_h2(problem)).value_us == 3 * p * 30
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.data())
 def test_any_costs_and_microbatches(data: st.DataObject) -> None:
     problem = data.draw(unequal(list(range(data.draw(st.integers(1, 6))))))

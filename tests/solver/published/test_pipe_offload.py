@@ -18,6 +18,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule, over_budget, peak_budgets
 from solver.published.pipe_offload import gis, gis_h, po_f, po_h
+from tests.sample import examples
 
 Method = Callable[[Problem], Orders]
 
@@ -228,7 +229,7 @@ def interleaved_problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(interleaved_problems(), st.sampled_from([gis, gis_h, po_h, po_f]))
 def test_verified_or_a_stated_reason(problem: Problem, method: Method) -> None:
     orders = orders_or_reason(problem, method)

@@ -17,6 +17,7 @@ from solver.build import over_budget, within_budgets
 from solver.published.ada_offload import in_flight_orders
 from solver.published.transfers import Activation, TransferPlanner, TransferRequest
 from tests.problems import problems
+from tests.sample import examples
 
 
 def compute_of(problem: Problem, in_flight: int, late_weights: int = 0) -> list[Sequence[Op]]:
@@ -72,7 +73,7 @@ Chance = tuple[Random, float]
 wishes = st.tuples(st.randoms(use_true_random=False), st.sampled_from([0.0, 1.0, 1.5, 3.0]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(problems(max_microbatches=6), st.integers(1, 6), st.integers(0, 3), wishes)
 def test_keeps_wish_and_budgets_under_any_timing(problem: Problem, in_flight: int, late: int, wish: Chance) -> None:
     rng, lead = wish
@@ -89,7 +90,7 @@ def test_keeps_wish_and_budgets_under_any_timing(problem: Problem, in_flight: in
     assert within_budgets(problem, orders, simulate(problem, orders))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(problems(max_microbatches=6), st.lists(st.sampled_from([0.0, 1.0, 3.0]), min_size=2, max_size=4))
 def test_a_planner_forgets_what_it_played(problem: Problem, leads: list[float]) -> None:
     compute, budgets = compute_of(problem, 3), [device.memory_bytes for device in problem.devices]

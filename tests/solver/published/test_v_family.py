@@ -15,6 +15,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule, over_budget, peak_budgets
 from solver.published.v_family import PERIOD, building_block, chunks_held, v_half, v_min, v_zb
+from tests.sample import examples
 from tests.solver.published.unequal import unequal
 
 Method = Callable[[Problem], Orders]
@@ -78,7 +79,7 @@ def test_v_zb_is_next_to_zero_bubble_at_the_memory_of_1f1b() -> None:
     assert bubble(problem, orders) < 0.073
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data(), st.sampled_from(list(MICROBATCHES_HELD)))
 def test_any_costs_and_microbatches(data: st.DataObject, method: Method) -> None:
     p = data.draw(st.integers(1, 5))

@@ -15,6 +15,7 @@ from solver.published.one_stage import one_f_one_b
 from solver.published.within_memory import one_f_one_b_within_memory
 from solver.strategy import SharedIncumbent
 from solver.warm_starts import offer_published
+from tests.sample import some
 from tests.unequal import random_pipeline, times, unequal
 
 ALONE = {"microbatch_factors": None, "microbatch_order": "given"}
@@ -31,7 +32,7 @@ def least_budgets(problem: Problem) -> list[int]:
     return needed
 
 
-@pytest.mark.parametrize("first", range(0, 60, 30))
+@pytest.mark.parametrize("first", some(range(0, 60, 30)))
 def test_any_placement_within_the_least_memory_and_a_little_more(first: int) -> None:
     for seed in range(first, first + 30):
         rng = Random(seed)

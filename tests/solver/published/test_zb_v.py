@@ -12,6 +12,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule, over_budget
 from solver.published.zb_v import zb_v
+from tests.sample import examples
 from tests.solver.published.unequal import unequal
 
 MEASURED = [name for name, entry in REFERENCE.items() if "zb_v_us" in entry]
@@ -56,7 +57,7 @@ def test_says_how_many_bytes_are_missing(budget: int) -> None:
         zb_v(uniform(4, 8, v_shape=True, budget=budget))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_any_costs_and_microbatches(data: st.DataObject) -> None:
     p = data.draw(st.integers(1, 5))

@@ -29,6 +29,7 @@ from tests.optpipe.runtime.schedules import random_schedule
 from tests.optpipe.train import shared_stages
 from tests.optpipe.train.checkpoint import normed_stages
 from tests.optpipe.train.checkpoint.runs import NORMED, STEPS, config_of, run
+from tests.sample import examples
 
 
 @pytest.fixture
@@ -226,7 +227,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
     return folder, run(config_of(folder), until=4).model
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_any_flipped_bit_is_seen(kept: tuple[Path, Model], data: st.DataObject) -> None:
     """In any file of the newest checkpoint, at any place: it is refused by name, and the one before is taken."""

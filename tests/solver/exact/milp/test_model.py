@@ -7,7 +7,7 @@ from threading import Timer
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from instances import HALF, REFERENCE, instance, uniform
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
@@ -21,6 +21,7 @@ from solver.serial import serial_orders
 from solver.solution import INFEASIBLE, Progress, Solution
 from solver.solve import solve
 from tests.problems import KNOWN_OPTIMA, problems
+from tests.sample import examples
 
 
 def solved(problem: Problem, method: str = "milp", **limits: Any) -> Schedule:
@@ -49,7 +50,7 @@ def test_offload_at_a_tight_budget_as_cp_sat(objective: str, microbatches: int, 
     assert sum(len(device.offload) for device in schedule.devices) > 0
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60))
 @given(problems(max_stages=3))
 def test_agrees_with_cp_sat(problem: Problem) -> None:
     """Neither proves what the other refutes; a method that runs out of time has proved nothing."""

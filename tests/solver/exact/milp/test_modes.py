@@ -22,6 +22,7 @@ from solver.search.annealing.sequence import build_table, merge, orders_from_seq
 from solver.solution import Solution
 from solver.solve import solve
 from tests.recomputing import FULL, LEAVES, random_recomputing, recomputing
+from tests.sample import examples, some
 from tests.solver.exact.cp_sat.test_modes import FAMILIES, schedules
 from tests.solver.exact.milp.test_statement import (
     OPTIONS,
@@ -40,7 +41,7 @@ def tight(seed: int) -> tuple[Problem, Orders]:
     return problem.from_data(problem.to_data() | {"devices": budgets}), orders
 
 
-@pytest.mark.parametrize("first", range(0, 120, 20))
+@pytest.mark.parametrize("first", some(range(0, 120, 20)))
 def test_the_model_has_every_schedule(first: int) -> None:
     for seed in range(first, first + 20):
         problem, orders = tight(seed)
@@ -65,7 +66,7 @@ def test_optima_are_those_of_every_schedule(name: str) -> None:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25))
 def test_agrees_with_cp_sat(seed: int) -> None:
     """Neither proves what the other refutes, with every kind of copy, and from no schedule at all."""
     problem, _ = tight(seed)

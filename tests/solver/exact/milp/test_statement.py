@@ -26,6 +26,7 @@ from solver.model_export import export_model
 from solver.scale import horizon_us
 from solver.solve import solve
 from tests.problems import problems
+from tests.sample import examples
 
 Row = tuple[frozenset[tuple[str, float]], float]
 
@@ -96,7 +97,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(problem=problems())
 def test_same_columns_and_rows(options: Options, problem: Problem) -> None:
     assert_same_model(problem, 500.0, float("inf"), options)

@@ -11,9 +11,10 @@ from instances import uniform
 from optpipe.ops import Op
 from solver.exact.milp.time_windows import longest_paths
 from solver.exact.milp.variables import Options, Variables
+from tests.sample import some
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", some(range(20)))
 def test_longest_paths_are_those_over_all_numbers_of_steps(seed: int) -> None:
     rng, size = Random(seed), 9
     pairs = [(a, b) for a in range(size) for b in range(a) if rng.random() < 0.3]  # from larger to smaller numbers

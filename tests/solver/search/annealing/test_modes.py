@@ -19,6 +19,7 @@ from solver.search.annealing.sequence import build_table, merge, orders_from_seq
 from solver.solution import Solution
 from solver.solve import solve
 from tests.recomputing import FULL, LEAVES, random_recomputing, recomputing
+from tests.sample import examples, some
 from tests.solver.search.annealing.test_search import annealed
 from tests.solver.search.annealing.test_sequence import levels_bytes, with_own_levels
 
@@ -29,7 +30,7 @@ def split(orders: Orders) -> set[Op]:
     return {Op(kind, *op[1:]) for op in orders.ops() for kind in parts.get(op.kind, (op.kind,))}
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", some(range(0, 60, 20)))
 def test_sequences_of_orders_with_modes_are_orders_again(first: int) -> None:
     for seed in range(first, first + 20):
         problem, orders = random_recomputing(Random(seed), split_backward=True)
@@ -52,7 +53,7 @@ def tight(seed: int) -> tuple[Problem, Orders]:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 @example(115)  # a sweep met a mark of sequences with one op more, and left the last W as it was
 @example(383)
 def test_values_and_budgets_are_those_of_the_orders(seed: int) -> None:
@@ -83,7 +84,7 @@ def test_optima_that_cp_sat_proves_are_found(name: str) -> None:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=examples(15))
 def test_no_answer_is_better_than_the_optimum(seed: int) -> None:
     problem, orders = tight(seed)
     optimum = solve(problem, "cp-sat", Limits(60, workers=1), starts=[orders])

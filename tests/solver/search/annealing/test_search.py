@@ -21,6 +21,7 @@ from solver.search.annealing.sequence import MARKS, NONE, build_table, copied, m
 from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.problems import KNOWN_OPTIMA, problems
+from tests.sample import examples
 
 
 def start_at(problem: Problem, orders: Orders | None) -> Solution:
@@ -36,7 +37,7 @@ def search(problem: Problem, work: float, seed: int = 0) -> tuple[Solution, list
 
 
 @given(problems())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_every_reported_answer_is_better_within_budgets_and_worth_what_it_says(problem: Problem) -> None:
     answer, reported = search(problem, 0.02)
     values = [start_at(problem, serial_orders(problem)).value_us, *(better.value_us for better in reported)]
@@ -145,7 +146,7 @@ def test_kept_times_are_those_of_a_sweep_from_scratch(problem: Problem) -> None:
 
 
 @given(problems(), st.integers(0, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_values_and_budgets_are_those_of_the_orders(problem: Problem, seed: int) -> None:
     """Makespans are exact, spans at least what the simulator finds; memory is within the budgets under any timing."""
     state = started(problem, seed)

@@ -17,6 +17,7 @@ from solver.build import build_schedule
 from solver.search.annealing.sequence import Merged, Table, build_table, merge, orders_from_sequences
 from tests.problems import problems
 from tests.random_plans import random_orders
+from tests.sample import examples
 
 
 def levels_bytes(problem: Problem, table: Table, merged: Merged) -> list[int]:
@@ -45,7 +46,7 @@ def split(orders: Orders) -> set[Op]:
 
 
 @given(problems(), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_sequences_of_any_orders_are_orders_again(problem: Problem, rng: Random) -> None:
     orders = random_orders(problem, rng)
     table = build_table(problem)
@@ -55,7 +56,7 @@ def test_sequences_of_any_orders_are_orders_again(problem: Problem, rng: Random)
 
 
 @given(problems(), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_memory_under_any_timing_is_within_the_level_along_the_sequence(problem: Problem, rng: Random) -> None:
     table = build_table(problem)
     merged = merge(table, simulate(problem, random_orders(problem, rng)))
@@ -73,7 +74,7 @@ def test_a_fused_backward_that_overtook_a_weight_pass_is_split_with_its_weights_
 
 
 @given(problems(), st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_orders_of_a_sequence_make_a_valid_schedule(problem: Problem, rng: Random) -> None:
     table = build_table(problem)
     devices = [{"memory_bytes": None}] * len(problem.devices)

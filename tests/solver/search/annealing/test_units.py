@@ -22,6 +22,7 @@ from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.solve import solve
 from solver.strategy import auto_subsolvers
+from tests.sample import examples, some
 from tests.solver.search.annealing.test_modes import split
 from tests.solver.search.annealing.test_search import annealed
 from tests.solver.search.annealing.test_sequence import levels_bytes, with_own_levels
@@ -34,7 +35,7 @@ def random_case(seed: int) -> tuple[Problem, Orders]:
     return problem, random_orders(problem, rng)[0]
 
 
-@pytest.mark.parametrize("first", range(0, 80, 20))
+@pytest.mark.parametrize("first", some(range(0, 80, 20)))
 def test_sequences_of_orders_of_units_are_orders_again(first: int) -> None:
     """Ops, modes and the order of the microbatches stay; memory is within the level along the sequence."""
     for seed in range(first, first + 20):
@@ -61,7 +62,7 @@ def tight(seed: int) -> tuple[Problem, Orders]:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80))
 def test_values_and_budgets_are_those_of_the_orders(seed: int) -> None:
     """Kept times are those of a sweep from scratch; the best is worth what the kernel says and keeps every rule."""
     problem, orders = tight(seed)
@@ -115,7 +116,7 @@ def test_optima_that_cp_sat_proves_are_found(name: str) -> None:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=examples(8))
 def test_no_answer_is_better_than_the_optimum(seed: int) -> None:
     problem, orders = tight(seed)
     optimum = solve(problem, "cp-sat", Limits(60, workers=1), starts=[orders])

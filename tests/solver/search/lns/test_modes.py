@@ -23,6 +23,7 @@ from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.solve import solve
 from tests.recomputing import FULL, LEAVES, random_recomputing, recomputing
+from tests.sample import examples
 
 
 def tight(seed: int) -> tuple[Problem, Orders]:
@@ -55,7 +56,7 @@ def check_windows(problem: Problem, orders: Orders, seed: int) -> None:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40))
 def test_a_window_has_the_schedule_at_hand_and_its_solutions_keep_every_rule(seed: int) -> None:
     check_windows(*tight(seed), seed)
 

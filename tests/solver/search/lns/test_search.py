@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 
 from instances import HALF, uniform
 from optpipe.ops import Op, Orders
@@ -22,6 +22,7 @@ from solver.search.lns.search import LAST_SHARE, NEAR, _Search, lns_search
 from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.problems import KNOWN_OPTIMA, problems
+from tests.sample import examples
 
 
 def start_at(problem: Problem, orders: Orders) -> Solution:
@@ -35,7 +36,7 @@ def improved(problem: Problem, orders: Orders, work: float, seed: int = 0) -> tu
     return lns_search(problem, limits, start_at(problem, orders), seen.append), seen
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=examples(40))
 @given(problems())
 def test_every_answer_is_valid_and_better_than_the_one_before(problem: Problem) -> None:
     orders = serial_orders(problem)

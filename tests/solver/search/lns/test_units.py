@@ -20,6 +20,7 @@ from solver.search.lns.search import lns_search
 from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.solve import solve
+from tests.sample import examples
 from tests.solver.search.lns.test_modes import check_windows
 from tests.unequal import random_orders, random_unequal, times, unequal
 
@@ -39,7 +40,7 @@ def tight(seed: int) -> tuple[Problem, Orders]:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30))
 def test_a_window_has_the_schedule_at_hand_and_its_solutions_keep_every_rule(seed: int) -> None:
     check_windows(*tight(seed), seed)
 

@@ -25,6 +25,7 @@ from solver.search.modulo.pattern import Passes, orders_from_pattern
 from solver.search.modulo.search import PatternPool, PooledPattern, fitting_patterns
 from solver.solution import Solution
 from tests.problems import problems
+from tests.sample import examples
 
 
 def found(problem: Problem, share: float = 1.0, width: int = 24, lanes: int = 1) -> Pattern | None:
@@ -162,7 +163,7 @@ def test_blocks_are_stretched_once_each_the_best_and_the_shortest_in_turns() -> 
 
 
 @given(problems(max_microbatches=4), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_ends_keep_the_budgets_of_the_pattern(problem: Problem, seed: int) -> None:
     assume(any(problem.work_us))  # without work there is no period
     pattern = found(problem, share=1.5, width=4)
@@ -243,7 +244,7 @@ def backward_without_length() -> Problem:
 
 @given(problems(max_microbatches=4))
 @example(backward_without_length())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_answers_keep_the_budgets_on_any_problem(problem: Problem) -> None:
     reported: list[Solution] = []
     limits = Limits(time_limit_s=60, workers=1, deterministic_limit=0.2)
