@@ -14,7 +14,21 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from optpipe.cli import bench, checkpoint, compare, database, export, plan, profile, serve, solve, trace, train, verify
+from optpipe.cli import (
+    bench,
+    checkpoint,
+    compare,
+    database,
+    export,
+    models,
+    plan,
+    profile,
+    serve,
+    solve,
+    trace,
+    train,
+    verify,
+)
 from optpipe.cli.console import print_json
 from optpipe.document import shown
 from optpipe.errors import (
@@ -171,6 +185,7 @@ for name, command in (
     ("profile", profile.command),
     ("plan", plan.command),
     ("methods", solve.methods),
+    ("models", models.command),
     ("verify", verify.command),
     ("compare", compare.command),
     ("plot", verify.plot),
