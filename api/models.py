@@ -19,7 +19,7 @@ from optpipe.document import Document, parse_json
 from optpipe.errors import InputError, MethodError, ModelTooLargeError
 from optpipe.problem import Objective, Problem
 from solver.methods import METHODS, refuse_unsupported
-from solver.scale import count_ops
+from solver.scale import count_entries, count_ops
 
 
 class _Answer(BaseModel):
@@ -227,6 +227,15 @@ class Caps:
                 "too_many_ops",
                 f"has {ops:,} ops, and this server takes at most {self.max_ops:,} (max_ops). "
                 "Maybe solve fewer microbatches: a schedule repeats itself after its warm-up.",
+                pointer,
+            )
+        entries = count_entries(problem)
+        if entries > self.max_ops:
+            raise unprocessable(
+                "too_many_entries",
+                f"has {entries:,} devices, groups of copy channels and modes (a stage's for each kind of microbatch), "
+                f"and this server takes at most {self.max_ops:,} (max_ops). Maybe leave out modes, or round "
+                "microbatch_factors, so that more microbatches are alike.",
                 pointer,
             )
 

@@ -23,7 +23,9 @@ MAX_NUMBER = 1e30
 MAX_NAME = 200
 """Longest name of a problem or a device."""
 MAX_COUNT = 10**6
-"""Most microbatches, slices of all of them, devices or stages."""
+"""Most microbatches, slices of all of them, or stages."""
+MAX_DEVICES = 4096
+"""Most devices: each takes part of a millisecond wherever a schedule is timed or verified, also one without ops."""
 MAX_FACTOR = 10**9
 """Largest factor of a time or of bytes: a stage may give its costs as 1, and a factor the time itself."""
 

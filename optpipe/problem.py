@@ -21,7 +21,19 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from optpipe.display import Displayed
 from optpipe.document import UNION_TAG, Document, read_document
-from optpipe.fields import MAX_BYTES, MAX_COUNT, MAX_NAME, MAX_TIME_US, Bytes, Count, Factor, Index, TimeUs, reject
+from optpipe.fields import (
+    MAX_BYTES,
+    MAX_COUNT,
+    MAX_DEVICES,
+    MAX_NAME,
+    MAX_TIME_US,
+    Bytes,
+    Count,
+    Factor,
+    Index,
+    TimeUs,
+    reject,
+)
 from optpipe.stage import SliceFactors, Stage, UnitFactors, UnitStage, exact, scaled_bytes, scaled_us
 
 Floats = NDArray[np.float64]
@@ -92,7 +104,7 @@ class CopyChannels(Document):
     """
 
     duplex: bool = True
-    shared_by: list[list[Index]] = []
+    shared_by: Annotated[list[list[Index]], Field(max_length=MAX_DEVICES)] = []
 
 
 class Problem(Displayed, Document):
@@ -103,7 +115,7 @@ class Problem(Displayed, Document):
     microbatches: Count
     objective: Objective = "makespan"
     transfer_us: _Transfer = 0
-    devices: Annotated[list[Device], Field(min_length=1)]
+    devices: Annotated[list[Device], Field(min_length=1, max_length=MAX_DEVICES)]
     stages: Annotated[list[Stage], Field(min_length=1)]
     source: str = Field(default="", max_length=2000)
     copy_channels: CopyChannels = CopyChannels()

@@ -32,6 +32,9 @@ class Workspace(Document):
 MAX_MODE_NAME = 100
 """Longest name of an activation mode."""
 
+MAX_MODES = 1000
+"""Most activation modes of a stage."""
+
 ModeName = Annotated[str, Field(min_length=1, max_length=MAX_MODE_NAME)]
 
 
@@ -121,7 +124,7 @@ class Stage(Document):
     backward_weight_bytes: Bytes
     workspace_bytes: Workspace = Workspace()
     offload: Offload | None = None
-    modes: list[ActivationMode] = []
+    modes: Annotated[list[ActivationMode], Field(max_length=MAX_MODES)] = []
     split_backward: bool = True
     slice_factors: SliceFactors | None = None
     slice_gradient_bytes: Bytes = 0

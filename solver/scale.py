@@ -73,6 +73,14 @@ def count_ops(problem: Problem) -> int:
     return problem.units * (3 * len(stages) + 2 * offloading + recomputing)
 
 
+def count_entries(problem: Problem) -> int:
+    """Entries that cost time and memory without being ops: devices, groups of copy channels, and the modes of each
+    stage, once for each kind of unit."""
+    modes = sum(len(stage.modes) for stage in problem.stages)
+    kinds = len(problem.class_units) if modes else 1
+    return len(problem.devices) + len(problem.copy_channels.shared_by) + modes * kinds
+
+
 MAX_STEPS = 2**45
 """Most steps of a time grid: floats represent them exactly, and sums in solvers stay far from 64 bits."""
 

@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from threading import Lock
+from typing import Any, TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
@@ -25,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from api.errors import DatabaseGoneError, LeaseLostError
 from api.jobs import leases, results
 from api.jobs.database import transaction
-from api.jobs.leases import Lease
+from api.jobs.leases import Beat, Lease
 from api.jobs.queue import HeartbeatGrace
 from api.jobs.records import JobConfig, JobResult
 from api.jobs.results import Equality
@@ -38,6 +39,8 @@ from solver.build import build_schedule
 from solver.limits import Cancel, Limits
 from solver.process import Child, ChildResult, Heartbeat, SolverDiedError, cpu_seconds_given, solve_in_child
 from solver.solution import Feed, Progress, Solution
+
+R = TypeVar("R")
 
 OnEvent = Callable[[Progress | Heartbeat], None]
 
@@ -242,7 +245,7 @@ class Run:
 
     async def _run(self) -> None:
         try:
-            prepared = await asyncio.to_thread(Prepared.of, self.lease)
+            prepared = await self._meanwhile_beating(Prepared.of, self.lease)
         except OptPipeError as error:
             if not self.lease.share:
                 outcome = self._failed(None, str(error))
@@ -284,7 +287,7 @@ class Run:
         if row is None:
             return False
         known = prepared.problem, prepared.equality, prepared.config
-        found = await asyncio.to_thread(results.build_equal, row, *known)
+        found = await self._meanwhile_beating(results.build_equal, row, *known)
         if found is None:
             return False
         outcome = JobResult("succeeded", found, found.status, results.stop_reason(found, prepared.config))
@@ -309,34 +312,46 @@ class Run:
             await self._check_heard(prepared)
             best = self._best
             try:
-                if await self._beat(prepared, best, stored=best is stored):
-                    self.cancel()
+                answer = await self._beat(best, stored=best is stored)
                 stored = best
+                if answer.better is not None:
+                    await self._take_over(prepared, answer.better)
+                if answer.cancel_requested:
+                    self.cancel()
             except DatabaseGoneError:
                 self._workplace.grace.database_lost()
                 await self._rest(TRY_AGAIN_S)
             else:
                 await self._rest(BEAT_S)
 
-    async def _beat(self, prepared: Prepared, best: Schedule | None, *, stored: bool) -> bool:
-        """Send a heartbeat with a new incumbent, if any; True if the job is to be cancelled."""
+    async def _meanwhile_beating(self, function: Callable[..., R], *arguments: Any) -> R:
+        """The result of a function in a thread; heartbeats keep the lease however long it takes."""
+        working = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+        while not (await asyncio.wait([working], timeout=BEAT_S))[0]:
+            try:
+                if (await self._beat(self._best, stored=True)).cancel_requested:
+                    self.cancel()
+            except DatabaseGoneError:
+                self._workplace.grace.database_lost()
+        return await working
+
+    async def _beat(self, best: Schedule | None, *, stored: bool) -> Beat:
+        """Send a heartbeat with a new incumbent, if any."""
         count = self._beats if self._beats >= COUNTED_TOGETHER else 0
         answer = await leases.beat(self._workplace.engine, self.lease, best, count, stored=stored)
         self._beats += 1 - count
         self._workplace.metrics.heartbeats.inc()
         self._workplace.grace.database_answered()
-        if answer.better is not None:
-            await self._take_over(prepared, answer.better)
-        return answer.cancel_requested
+        return answer
 
     async def _take_over(self, prepared: Prepared, row: AnyRow) -> None:
         """Go on from what another worker has stored, timed and verified again."""
         try:
-            theirs = await asyncio.to_thread(results.load_schedule, prepared.problem, row)
+            theirs = await self._meanwhile_beating(results.load_schedule, prepared.problem, row)
         except (OptPipeError, ValueError, TypeError, KeyError):
             self._log.exception("an incumbent of another worker is wrong")
             return
-        best = self._best = await asyncio.to_thread(prepared.better, theirs, self._best)
+        best = self._best = await self._meanwhile_beating(prepared.better, theirs, self._best)
         assert best is not None
         self._feed.offer(Solution(best.orders, best.value_us, best.bound_us, best.method))
 
@@ -354,18 +369,18 @@ class Run:
             return
         seconds = self.lease.begun_s + heard.seconds
         try:
-            found = await asyncio.to_thread(heard.solution.to_schedule, prepared.problem, seconds)
+            found = await self._meanwhile_beating(heard.solution.to_schedule, prepared.problem, seconds)
         except OptPipeError as error:
             self._log.error("an incumbent is wrong", method=heard.solution.method, error=str(error))
             return
-        self._best = await asyncio.to_thread(prepared.better, found, self._best)
+        self._best = await self._meanwhile_beating(prepared.better, found, self._best)
 
     async def _conclude(self, prepared: Prepared, solving: asyncio.Future[ChildResult]) -> None:
         """Store the result, or give the job back."""
         result: ChildResult | None = None
         try:
             result = solving.result()
-            outcome = await asyncio.to_thread(self._outcome, prepared, result)
+            outcome = await self._meanwhile_beating(self._outcome, prepared, result)
         except SolverDiedError as error:
             outcome = replace(self._failed(prepared.better(error.best, self._best), str(error)), died=True)
         except OptPipeError as error:

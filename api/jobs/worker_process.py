@@ -22,6 +22,9 @@ from solver.process import child_environment, module_command
 from solver.process.parent import load_verifier
 from solver.warm_up import warm_up_in_background
 
+END_S = STOP_S + 1
+"""Time from SIGTERM to the end of the process at the latest."""
+
 PAUSE_S = (0.5, 30.0)
 """First and longest pause before a worker that ended by itself is restarted."""
 
@@ -52,14 +55,20 @@ def run_worker(settings: Settings, *, until_stdin_ends: bool = False, solve: Sol
 
 async def _run(worker: Worker, until_stdin_ends: bool) -> None:
     loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        worker.stop()
+        # The system ends the process then, whatever its threads do; the heartbeat timeout recovers its jobs.
+        signal.setitimer(signal.ITIMER_REAL, END_S)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, worker.stop)
+            loop.add_signal_handler(number, stop)
 
     def stop_at_end_of_stdin() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
-        loop.call_soon_threadsafe(worker.stop)
+        loop.call_soon_threadsafe(stop)
 
     if until_stdin_ends:
         Thread(target=stop_at_end_of_stdin, name="parent", daemon=True).start()
@@ -108,7 +117,7 @@ def _run_one(database_url: str, stopping: Event) -> int:
             pass
         worker.terminate()
         try:
-            return worker.wait(STOP_S + 2)
+            return worker.wait(END_S + 1)
         except subprocess.TimeoutExpired:
             worker.kill()
             return worker.wait()

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numba
 
-from optpipe.errors import InfeasibleError, InputError, NoSolutionError, OptPipeError
+from optpipe.errors import InfeasibleError, InputError, ModelTooLargeError, NoSolutionError, OptPipeError
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -48,6 +48,9 @@ MOST_WAITED_S = 5.0
 
 VERIFY_S_PER_OP = 5e-6
 """Seconds to read, time and verify an answer, per op (4 us measured on one core). Part of the limit."""
+
+VERIFY_S_PER_DEVICE = 4e-4
+"""The same for each device, with ops or without."""
 
 LARGE_S = 0.5
 """Seconds to verify an answer from which a problem is large: there, what a busy machine adds to them matters."""
@@ -107,7 +110,8 @@ def solve_in_child(
     should return at once. `child`: one that was started ahead of time, by this thread; it is used up. `starts`: see
     `solve`. `feed`: solutions that other solves of this problem find meanwhile.
 
-    Raises what `solve` raises, except that there being no schedule is a result; and SolverDiedError.
+    Raises what `solve` raises, except that there being no schedule is a result; SolverDiedError; and ModelTooLargeError
+    where no schedule could be verified by then.
     """
     limits = limits or Limits()
     with child or Child() as running:
@@ -137,7 +141,7 @@ class _Solve:
         self.best = Solution()
         self.last: Message | None = None
         self.stop_reason: Limit | None = None
-        self.verify_s = count_ops(problem) * VERIFY_S_PER_OP
+        self.verify_s = count_ops(problem) * VERIFY_S_PER_OP + len(problem.devices) * VERIFY_S_PER_DEVICE
         self.is_large = self.verify_s > LARGE_S
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
@@ -151,6 +155,7 @@ class _Solve:
 
     def result(self, method: str, starts: Sequence[Orders]) -> ChildResult:
         """Let the child search, watch it to its end, then verify the best that it found."""
+        self._refuse_too_large()
         limits = replace(self.limits, time_limit_s=self.search_s)
         self.child.say(channel.request_message(self.problem, method, limits, starts))
         self._watch()
@@ -167,6 +172,16 @@ class _Solve:
         if limit is None:
             raise SolverDiedError(self.child.how_it_ended(), best)
         return self._found(best, limit) if best else self._nothing(limit)
+
+    def _refuse_too_large(self) -> None:
+        """Raise ModelTooLargeError where no answer could be verified in time, whatever is found."""
+        if self.verify_s > self.limits.time_limit_s + STOP_S:
+            raise ModelTooLargeError(
+                f"this problem has {count_ops(self.problem):,} ops on {len(self.problem.devices):,} devices: to verify "
+                f"a schedule of it takes about {self.verify_s:.0f} s, but the time limit is "
+                f"{self.limits.time_limit_s:g} s. Maybe solve fewer microbatches (a schedule repeats itself after its "
+                "warm-up), or allow more time (--time-limit)."
+            )
 
     def _watch(self) -> None:
         next_beat_s = self.limits.seconds

@@ -2,7 +2,8 @@
 
 Workers: a solve finds GPipe's schedule at once and ends at the time limit of its job. One that is given a start goes on
 from that, says so, and ends at once. So does one whose config is named like a file, as soon as the file is there. A job
-named "kills" kills its worker at its end. They are never reachable over HTTP.
+named "kills" kills its worker at its end, one named "stuck" heeds nothing and never ends. They are never reachable over
+HTTP.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from uuid import UUID
 
 import pytest
 
+from api.jobs import worker_process
 from api.jobs.database import end_tasks
 from api.jobs.records import Job, JobConfig
 from api.jobs.run import OnEvent, SolveRequest
 from api.jobs.store import Store
-from api.jobs.worker_process import run_worker
 from api.settings import Settings
 from instances import uniform
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
@@ -77,6 +78,8 @@ def scripted(task: SolveRequest, on_event: OnEvent) -> ChildResult:
     while limits.seconds < limits.time_limit_s and not (task.starts or limits.cancel.requested or signal_file.exists()):
         on_event(Heartbeat(limits.seconds, None))
         time.sleep(0.02)
+    if task.problem.name == "stuck":
+        time.sleep(3600)
     if task.problem.name == "kills":
         os.kill(os.getpid(), signal.SIGKILL)
     limit: Limit = "interrupted" if limits.cancel.requested else "time"
@@ -103,9 +106,9 @@ class Workers:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
 
-    def start(self) -> BaseProcess:
-        """One more."""
-        worker = self._context.Process(target=_work, args=(_environment(self.settings),))
+    def start(self, end_s: float = worker_process.END_S) -> BaseProcess:
+        """One more, which ends so long after SIGTERM at the latest."""
+        worker = self._context.Process(target=_work, args=(_environment(self.settings), end_s))
         worker.start()
         self.running.append(worker)
         return worker
@@ -123,10 +126,11 @@ class Workers:
             self.start()
 
 
-def _work(environment: dict[str, str]) -> None:
+def _work(environment: dict[str, str], end_s: float) -> None:
     Thread(target=_end_with_the_tests, daemon=True).start()
     os.environ.update(environment)
-    run_worker(Settings.load(), solve=scripted)
+    worker_process.END_S = end_s
+    worker_process.run_worker(Settings.load(), solve=scripted)
 
 
 def _end_with_the_tests() -> None:

@@ -35,9 +35,12 @@ def test_jobs_do_not_wait_for_kernels(settings: Settings, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_ctrl_c_ends_a_worker_unless_it_is_ignored(settings: Settings, ignored: bool) -> None:
+def test_ctrl_c_ends_a_worker_unless_it_is_ignored(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, ignored: bool
+) -> None:
     """A shell has it ignored by what a script runs in the background."""
     stopped: list[str] = []
+    monkeypatch.setattr(worker_process.signal, "setitimer", lambda *_: None)  # which would end the tests
 
     async def run() -> None:
         os.kill(os.getpid(), signal.SIGINT)
