@@ -9,7 +9,7 @@ the running number orders them, and with it the revisions of each job, which are
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 from uuid import UUID
@@ -131,20 +131,35 @@ async def newest(connection: AsyncConnection) -> FeedPosition:
     return FeedPosition(horizon, horizon, 0)
 
 
-async def read(connection: AsyncConnection, owner: UUID | None, after: FeedPosition, key: UUID | None) -> FeedBatch:
-    """The next events of an owner. `connection` is in autocommit mode: each statement sees what is committed by then.
+async def read(
+    connection: AsyncConnection, owner: UUID | None, key: UUID | None, positions: Collection[FeedPosition]
+) -> dict[FeedPosition, FeedBatch]:
+    """The next events of an owner after each position. `connection` is in autocommit mode: each statement sees what is
+    committed by then.
 
     A position beyond the newest one, which another database gave out, is read as the newest. Raises NotFoundError where
     `key`, with which they are read, is revoked or expired.
     """
     horizon = int((await connection.execute(_HORIZON)).scalar_one())
+    mine = {"owner": owner} if owner is not None else {}
+    found = {after: await _read_below(connection, mine, after, horizon) for after in positions}
+    reader = {"key": key} if owner is not None else {}
+    (row,) = await _PENDING[owner is not None].all(connection, **mine, **reader, high=horizon)
+    if row.ended:
+        raise NotFoundError("this key is revoked or has expired.")
+    return {after: replace(batch, more=batch.more or row.pending) for after, batch in found.items()}
+
+
+async def _read_below(
+    connection: AsyncConnection, mine: dict[str, UUID], after: FeedPosition, horizon: int
+) -> FeedBatch:
+    """The next events after a position and below the horizon; `more`: there are others below it."""
     if after.high > horizon:
         after = FeedPosition(horizon, horizon, 0)
-    mine = {"owner": owner} if owner is not None else {}
     found: list[FeedEvent] = []
     for batch in (after, FeedPosition(after.high, horizon, 0)):
         if batch.low < batch.high:
-            rows = await _EVENTS[owner is not None].all(
+            rows = await _EVENTS[bool(mine)].all(
                 connection, **mine, low=batch.low, high=batch.high, number=batch.number
             )
             for row in rows:
@@ -152,8 +167,4 @@ async def read(connection: AsyncConnection, owner: UUID | None, after: FeedPosit
                 found.append(FeedEvent(replace(batch, number=number), Event(*fields)))
             if len(rows) == MOST_AT_ONCE:
                 return FeedBatch(found, found[-1].position, more=True)
-    reader = {"key": key} if owner is not None else {}
-    (row,) = await _PENDING[owner is not None].all(connection, **mine, **reader, high=horizon)
-    if row.ended:
-        raise NotFoundError("this key is revoked or has expired.")
-    return FeedBatch(found, FeedPosition(horizon, horizon, 0), more=row.pending)
+    return FeedBatch(found, FeedPosition(horizon, horizon, 0), more=False)

@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
@@ -47,6 +47,7 @@ from api.jobs.records import (
     Status,
     Submission,
 )
+from api.jobs.rounds import Rounds
 from api.jobs.submit import ParsedProblem, Request, Submissions, SubmittedProblem, load_usage
 from api.jobs.tables import api_keys, events, jobs, schedules, totals
 from api.settings import Settings
@@ -73,6 +74,8 @@ class Store:
         self._submissions = Submissions(self._engine, settings)
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         """Waiters for a change of a job, by its id, or of any job of an owner, by the owner's."""
+        self._job_events = Rounds(self._read_job_events)
+        self._owner_events = Rounds(self._read_owner_events)
         self._listener = Listener(url, {CHANGED: self._changed}, self._anything_changed)
 
     async def __aenter__(self) -> Self:
@@ -270,17 +273,32 @@ class Store:
         with self._told(str(job_id), _revocation(key)) as told:
             while True:
                 told.clear()
-                async with transaction(self._reading) as connection:
-                    rows = await _EVENTS.all(connection, job_id=job_id, owner=owner, after=after, key=key)
-                if not rows:
-                    raise queries.not_found(job_id)
-                newer = [Event(**row._asdict()) for row in rows if row.revision is not None]
+                newer = await self._job_events.ask((job_id, owner, key), after)
                 left_s = until - time.monotonic()
                 if newer or left_s <= 0:
                     return newer
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left_s, LOOK_AGAIN_S)):
                         await told.wait()
+
+    async def _read_job_events(
+        self, subject: tuple[UUID, UUID | None, UUID | None], revisions: Collection[int]
+    ) -> dict[int, list[Event]]:
+        """The events of a job above each revision. Raises NotFoundError."""
+        job_id, owner, key = subject
+        async with transaction(self._reading) as connection:
+            rows = await _EVENTS.all(connection, job_id=job_id, owner=owner, after=min(revisions), key=key)
+        if not rows:
+            raise queries.not_found(job_id)
+        found = [Event(**row._asdict()) for row in rows if row.revision is not None]
+        return {after: [event for event in found if event.revision > after] for after in revisions}
+
+    async def _read_owner_events(
+        self, subject: tuple[UUID | None, UUID | None], positions: Collection[FeedPosition]
+    ) -> dict[FeedPosition, FeedBatch]:
+        """The events of an owner after each position, all up to the same one. Raises NotFoundError."""
+        async with transaction(self._reading) as connection:
+            return await feed.read(connection, *subject, positions)
 
     async def newest_position(self) -> FeedPosition:
         """Position after all events so far, for `all_events`."""
@@ -299,8 +317,7 @@ class Store:
         with self._told(str(owner), _revocation(key)) as told:
             while True:
                 told.clear()
-                async with transaction(self._reading) as connection:
-                    batch = await feed.read(connection, owner, after, key)
+                batch = await self._owner_events.ask((owner, key), after)
                 left_s = until - time.monotonic()
                 if batch.events or left_s <= 0:
                     return batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
 from uuid import UUID
 
 import psycopg
@@ -65,6 +67,38 @@ async def test_read_on_from_every_position(store: Store, monkeypatch: pytest.Mon
             if not batch.more:
                 break
         assert rest == [entry.event for entry in whole[k + 1 :]]
+
+
+async def test_those_who_wait_share_the_reads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, read = [], feed.read
+
+    async def counted(*arguments: Any) -> Any:
+        reads.append(arguments)
+        return await read(*arguments)
+
+    monkeypatch.setattr(feed, "read", counted)
+    positions = []
+    for _ in range(50):  # each from a place of its own
+        await submitted(store)
+        positions.append(await store.newest_position())
+    assert len(set(positions)) == 50
+    for _ in range(3):
+        job_id = await submitted(store)
+        waiting = [asyncio.create_task(store.all_events(None, after, 30)) for after in positions]
+        batches = await asyncio.gather(*waiting)
+        assert all(batch.events[-1].event.job_id == job_id for batch in batches)
+        (position,) = {batch.position for batch in batches}
+        positions = [position] * 50
+    assert len(reads) < 10
+    reads.clear()
+    followed = [asyncio.create_task(store.events(job_id, after=1, wait_s=30)) for _ in range(50)]
+    waiting = [asyncio.create_task(store.all_events(None, position, 30)) for _ in range(50)]
+    while not reads:
+        await asyncio.sleep(0.01)
+    await store.cancel(job_id)
+    assert [len(found) for found in await asyncio.gather(*followed)] == [1] * 50
+    assert [len(batch.events) for batch in await asyncio.gather(*waiting)] == [1] * 50
+    assert len(reads) < 10
 
 
 def _limited(most: int, owned: bool) -> feed.Statement:
