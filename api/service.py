@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated
@@ -23,6 +23,33 @@ MOST_CONNECTIONS_OF_ONE = 100
 """Event streams and waiting requests of one key open at once."""
 
 
+MADE_BYTES = 64 * 2**20
+"""Documents that are remembered."""
+
+
+class RecentTexts:
+    """The texts that were used last, `most_bytes` of them together at most."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left_bytes = most_bytes
+        self._texts: dict[Hashable, str] = {}
+
+    def get(self, key: Hashable) -> str | None:
+        """The text of a key, which is used now."""
+        text = self._texts.pop(key, None)
+        if text is not None:
+            self._texts[key] = text
+        return text
+
+    def put(self, key: Hashable, text: str) -> None:
+        """Remember a text, and forget those that were used longest ago where there is no room."""
+        self._left_bytes += len(self._texts.pop(key, ""))
+        self._left_bytes -= len(text)
+        self._texts[key] = text
+        while self._left_bytes < 0:
+            self._left_bytes += len(self._texts.pop(next(iter(self._texts))))
+
+
 @dataclass(frozen=True)
 class Service:
     """The parts of a running service."""
@@ -33,6 +60,7 @@ class Service:
     metrics: Metrics
     caps: Caps
     connections: Quota
+    made: RecentTexts
 
 
 @asynccontextmanager
@@ -43,7 +71,7 @@ async def running_service(settings: Settings, metrics: Metrics) -> AsyncIterator
     metrics.count_database_faults(OUTAGE)
     pool = ProcessPool(available_cores(), most_seconds_a_minute=settings.max_heavy_seconds_a_minute)
     async with Store(settings) as store, pool:
-        yield Service(settings, store, pool, metrics, Caps.of(settings), connections)
+        yield Service(settings, store, pool, metrics, Caps.of(settings), connections, RecentTexts(MADE_BYTES))
 
 
 async def current_service(request: Request) -> Service:

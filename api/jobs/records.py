@@ -181,14 +181,23 @@ class Event:
 
 
 @dataclass(frozen=True)
-class BestSchedule:
-    """The best schedule of a job so far as a document (`optpipe.schedule/1`), verified, and its revision.
+class BestRevision:
+    """State of the best schedule of a job so far: equal ones of the same job have the same document.
 
-    The same job, revision and `final` always give the same text. `final`: the job has ended.
+    `final`: the job has ended. `kept`: its document is stored; otherwise it is made of the stored orders.
     """
 
     revision: int
+    bound_us: float
     final: bool
+    kept: bool
+
+
+@dataclass(frozen=True)
+class BestSchedule:
+    """The best schedule of a job so far as a document (`optpipe.schedule/1`), verified."""
+
+    revision: BestRevision
     text: str
 
 

@@ -10,8 +10,10 @@ its text and is never changed, so what is read later, for whichever job, is what
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, Self
@@ -24,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from api.errors import NoScheduleError
 from api.jobs.database import Statement
 from api.jobs.queries import OWNED, not_found
-from api.jobs.records import TERMINAL, BestSchedule, JobConfig, StopReason
+from api.jobs.records import TERMINAL, BestRevision, BestSchedule, JobConfig, StopReason
 from api.jobs.tables import AnyRow, answers, documents, incumbents, jobs, schedules, solved_problems
 from optpipe.ops import Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
@@ -222,44 +224,67 @@ async def write_document(connection: AsyncConnection, text: str) -> bytes:
     return digest
 
 
-_BEST = Statement(
-    select(
-        jobs.c.status,
-        jobs.c.problem,
-        incumbents.c.revision,
-        incumbents.c.bound_us,
-        incumbents.c.method,
-        incumbents.c.seconds,
-        incumbents.c.orders,
-        documents.c.text.label("document"),
-    )
-    .select_from(
-        jobs.outerjoin(incumbents, incumbents.c.job_id == jobs.c.id)
-        .outerjoin(schedules, schedules.c.job_id == jobs.c.id)
-        .outerjoin(documents, documents.c.digest == schedules.c.document)
-    )
-    .where(OWNED)
+_KEPT = (
+    jobs.outerjoin(incumbents, incumbents.c.job_id == jobs.c.id)
+    .outerjoin(schedules, schedules.c.job_id == jobs.c.id)
+    .outerjoin(documents, documents.c.digest == schedules.c.document)
 )
+_REVISION = (
+    jobs.c.status,
+    incumbents.c.revision,
+    incumbents.c.bound_us,
+    documents.c.digest.is_not(None).label("kept"),
+)
+_MADE_OF = jobs.c.problem, incumbents.c.method, incumbents.c.seconds, incumbents.c.orders
+
+_BEST_REVISION = Statement(select(*_REVISION).select_from(_KEPT).where(OWNED))
+_BEST = Statement(select(*_REVISION, *_MADE_OF, documents.c.text.label("document")).select_from(_KEPT).where(OWNED))
+
+Build = Callable[[str, str, float, str, float], Awaitable[str | None]]
+"""Makes the document of a problem (its text), orders (their text), bound, method and seconds; None where they make
+none."""
+
+
+async def best_revision(connection: AsyncConnection, job_id: UUID, owner: UUID | None) -> BestRevision:
+    """Revision of the best schedule, without reading it. Raises NotFoundError, NoScheduleError."""
+    return _best_revision(await _BEST_REVISION.one_or_none(connection, job_id=job_id, owner=owner), job_id)
 
 
 async def best_row(connection: AsyncConnection, job_id: UUID, owner: UUID | None) -> Any:
-    """Row for `best_schedule`. Raises NotFoundError, NoScheduleError."""
+    """Row for `best_schedule`, of a job that has one. Raises NotFoundError, NoScheduleError."""
     row = await _BEST.one_or_none(connection, job_id=job_id, owner=owner)
+    _best_revision(row, job_id)
+    return row
+
+
+def _best_revision(row: Any, job_id: UUID) -> BestRevision:
     if row is None:
         raise not_found(job_id)
     if row.revision is None:
         raise NoScheduleError(f"job {job_id} is {row.status} and has no schedule. Maybe its events tell why.")
-    return row
+    return BestRevision(row.revision, row.bound_us, row.status in TERMINAL, row.kept)
 
 
-def best_schedule(row: Any) -> BestSchedule:
-    """Best schedule of a row of `best_row`."""
-    final = row.status in TERMINAL
-    if row.document is not None:
-        return BestSchedule(row.revision, final, row.document)
-    return BestSchedule(row.revision, final, schedule_text(load_schedule(Problem.from_json(row.problem), row)))
+async def best_schedule(row: Any, job_id: UUID, build: Build) -> BestSchedule:
+    """Best schedule of a row of `best_row`. Raises NoScheduleError where its orders make none."""
+    text = row.document
+    if text is None:
+        text = await build(row.problem, row.orders, row.bound_us, row.method, row.seconds)
+    if text is None:
+        raise NoScheduleError(f"the schedule of job {job_id} was stored by a version with other rules. Maybe retry it.")
+    return BestSchedule(_best_revision(row, job_id), text)
+
+
+async def build_in_thread(problem: str, orders: str, bound_us: float, method: str, solve_seconds: float) -> str | None:
+    """See `Build`; for callers with time."""
+
+    def build() -> str | None:
+        schedule = rebuild_schedule(Problem.from_json(problem), orders, bound_us, method, solve_seconds)
+        return schedule_text(schedule) if schedule else None
+
+    return await asyncio.to_thread(build)
 
 
 def load_schedule(problem: Problem, row: Any) -> Schedule:
-    """The kept orders of a problem, timed and verified anew. `row`: of `incumbents`, or of `best_row`."""
+    """The kept orders of a problem, timed and verified anew. `row`: of `incumbents`."""
     return build_schedule(problem, orders_from_data(json.loads(row.orders)), row.bound_us, row.method, row.seconds)

@@ -34,6 +34,7 @@ from api.jobs.queries import CANCEL, CHANGED, change_job, notify
 from api.jobs.records import (
     STATUSES,
     ApiKey,
+    BestRevision,
     BestSchedule,
     Counts,
     Event,
@@ -254,11 +255,19 @@ class Store:
             await change_job(connection, job_id, "status", queue_id=queue_id, **queries.AS_NEW)
             return await queries.job(connection, job_id, owner)
 
-    async def best_schedule(self, job_id: UUID, owner: UUID | None = None) -> BestSchedule:
-        """The best schedule so far, verified. Raises NotFoundError, NoScheduleError."""
+    async def best_revision(self, job_id: UUID, owner: UUID | None = None) -> BestRevision:
+        """Revision of the best schedule so far. Raises NotFoundError, NoScheduleError."""
+        async with transaction(self._reading) as connection:
+            return await results.best_revision(connection, job_id, owner)
+
+    async def best_schedule(
+        self, job_id: UUID, owner: UUID | None = None, build: results.Build = results.build_in_thread
+    ) -> BestSchedule:
+        """The best schedule so far, verified; `build` makes one that is not kept. Raises NotFoundError,
+        NoScheduleError."""
         async with transaction(self._reading) as connection:
             row = await results.best_row(connection, job_id, owner)
-        return results.best_schedule(row) if row.document else await asyncio.to_thread(results.best_schedule, row)
+        return await results.best_schedule(row, job_id, build)
 
     async def events(
         self, job_id: UUID, owner: UUID | None = None, after: int = 0, wait_s: float = 0, key: UUID | None = None

@@ -9,7 +9,7 @@ from uuid import UUID
 from fastapi import APIRouter, Header, Query, Response
 
 from api.errors import unprocessable
-from api.jobs.records import BestSchedule
+from api.jobs.records import BestRevision, BestSchedule
 from api.middleware import Owner
 from api.openapi import errors
 from api.service import Service, TheService
@@ -66,14 +66,41 @@ async def best_schedule(
         raise unprocessable(
             "nothing_to_drop", f"drop_offload is given with {format}, which keeps offloads. Maybe leave it out."
         )
-    best = await service.store.best_schedule(job_id, owner)
-    tag = f'W/"{best.revision}{"-final" if best.final else ""}-{_FORMATS[format].ending}'
-    tag += '-dropped"' if drop_offload else '"'
+    revision = await service.store.best_revision(job_id, owner)
+    tag = _tag(revision, format, drop_offload)
     if is_known(tag, if_none_match):
         return Response(status_code=304, headers=validated_by(tag))
+    best = await best_document(service, owner, job_id, revision)
     answer = await schedule_response(service, owner, job_id, best, format, drop_offload)
-    answer.headers.update(validated_by(tag))
+    answer.headers.update(validated_by(_tag(best.revision, format, drop_offload)))
     return answer
+
+
+def _tag(revision: BestRevision, format: Format, drop_offload: bool) -> str:
+    """The entity tag of a schedule in a format."""
+    parts = [f"{revision.revision}-{revision.bound_us!r}", _FORMATS[format].ending]
+    parts += ["final"] * revision.final + ["dropped"] * drop_offload
+    return f'W/"{"-".join(parts)}"'
+
+
+async def best_document(service: Service, owner: UUID | None, job_id: UUID, revision: BestRevision) -> BestSchedule:
+    """The best schedule, or a better one found meanwhile.
+
+    One that is not kept is made in a process of the pool, at the caller's expense, and remembered for a while.
+    """
+    made = service.made.get((job_id, revision))
+    if made is not None:
+        return BestSchedule(revision, made)
+
+    async def build(problem: str, orders: str, bound_us: float, method: str, solve_seconds: float) -> str | None:
+        options = {"orders": orders, "bound_us": bound_us, "method": method, "solve_seconds": solve_seconds}
+        answer = await service.pool.run("build_equal", problem.encode(), owner, **options)
+        return answer.partition(b"\n")[2].decode() or None
+
+    best = await service.store.best_schedule(job_id, owner, build)
+    if not best.revision.kept:
+        service.made.put((job_id, best.revision), best.text)
+    return best
 
 
 async def schedule_response(
@@ -142,8 +169,9 @@ async def submitted_problem(
     service: TheService, owner: Owner, job_id: UUID, if_none_match: Annotated[str, Header()] = ""
 ) -> Response:
     """The problem as it was submitted. The job has the configuration."""
-    text = await service.store.problem_text(job_id, owner)
     tag = f'W/"{job_id}"'
     if is_known(tag, if_none_match):
+        await service.store.get(job_id, owner)
         return Response(status_code=304, headers=validated_by(tag))
+    text = await service.store.problem_text(job_id, owner)
     return Response(text, headers=validated_by(tag), media_type="application/json")

@@ -14,7 +14,7 @@ from api.middleware import JsonOrFormBody, Owner
 from api.models import JobAnswer, SubmissionBody
 from api.openapi import WITH_BODY, errors, json_request
 from api.routes.demo_data import BODIES
-from api.routes.documents import CONTENT, Format, format_for, schedule_response
+from api.routes.documents import CONTENT, Format, best_document, format_for, schedule_response
 from api.routes.schedules import IdempotencyKey, headers_of, submit_body, submitted_response
 from api.service import TheService
 from optpipe.problem import Problem
@@ -67,7 +67,7 @@ async def solve(
         return submitted_response(job, submission)
     if job.value_us is None:
         raise _no_schedule(job)
-    best = await service.store.best_schedule(job.id, owner)
+    best = await best_document(service, owner, job.id, await service.store.best_revision(job.id, owner))
     answer = await schedule_response(service, owner, job.id, best, format or format_for(accept))
     answer.headers.update(headers_of(submission))
     return answer

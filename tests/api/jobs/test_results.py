@@ -97,7 +97,7 @@ async def test_it_can_be_tried_again_from_its_schedule(store: Store, settings: S
     await _again(store)
     job = await _again(store)
     assert (await store.retry(job.id)).status == "queued"
-    assert (await store.best_schedule(job.id)).final is False
+    assert (await store.best_schedule(job.id)).revision.final is False
     async with StandIn(settings) as worker:
         lease = await worker.claim()
         assert lease is not None

@@ -68,7 +68,7 @@ async def test_cancel(store: Store, settings: Settings) -> None:
         await store.cancel(job_id)
         done = await store.wait_until_ended(job_id, wait_s=PATIENCE_S)
     assert (done.status, done.reason, done.stop_reason) == ("cancelled", "feasible", "interrupted")
-    assert (await store.best_schedule(job_id)).final
+    assert (await store.best_schedule(job_id)).revision.final
 
 
 async def test_a_bug_in_a_solve_ends_the_job_alone(store: Store, settings: Settings) -> None:

@@ -6,11 +6,14 @@ import json
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pytest
 from httpx import Client
 
 from api.jobs.results import Equality
+from api.process_pool import ProcessPool
 from api.routes.schedules import INLINE_BYTES
+from api.settings import Settings
 from instances import HALF, uniform
 from optpipe.errors import MethodError
 from optpipe.problem import Problem
@@ -202,6 +205,44 @@ def test_a_schedule_that_is_known_is_not_sent_again(client: Client) -> None:
     assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
     other = client.get(path, params={"format": "svg"}, headers={"If-None-Match": first.headers["etag"]})
     assert other.status_code == 200
+
+
+def test_a_schedule_that_is_not_kept_is_made_once(
+    client: Client, service_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[str] = []
+    run = ProcessPool.run
+
+    async def counted(pool: ProcessPool, task: str, body: bytes, owner: UUID | None, **options: Any) -> bytes:
+        assert owner is not None  # whose quota it is
+        tasks.append(task)
+        return await run(pool, task, body, owner, **options)
+
+    job_id = solved(client)["id"]
+    path = f"/v1/schedules/{job_id}/schedule"
+    kept = client.get(path)
+    assert service_settings.database_url is not None
+    with psycopg.connect(service_settings.database_url.get_secret_value()) as connection:
+        assert connection.execute("DELETE FROM schedules WHERE job_id = %s", [job_id]).rowcount == 1
+    monkeypatch.setattr(ProcessPool, "run", counted)
+    assert client.get(path, headers={"If-None-Match": kept.headers["etag"]}).status_code == 304
+    assert tasks == []
+    made = client.get(path)
+    assert made.json() == kept.json()
+    assert made.headers["etag"] == kept.headers["etag"]
+    assert client.get(path).text == made.text
+    assert tasks == ["build_equal"]
+
+
+def test_a_better_bound_alone_is_another_tag(client: Client, service_settings: Settings) -> None:
+    job_id = solved(client)["id"]
+    path = f"/v1/schedules/{job_id}/schedule"
+    known = {"If-None-Match": client.get(path).headers["etag"]}
+    assert client.get(path, headers=known).status_code == 304
+    assert service_settings.database_url is not None
+    with psycopg.connect(service_settings.database_url.get_secret_value()) as connection:
+        connection.execute("UPDATE incumbents SET bound_us = bound_us - 1 WHERE job_id = %s", [job_id])
+    assert client.get(path, headers=known).status_code == 200
 
 
 def _large(**config: Any) -> dict[str, Any]:
