@@ -74,11 +74,14 @@ def count_ops(problem: Problem) -> int:
 
 
 def count_entries(problem: Problem) -> int:
-    """Entries that cost time and memory without being ops: devices, groups of copy channels, and the modes of each
-    stage, once for each kind of unit."""
+    """Entries that cost time and memory without being ops: devices, groups of copy channels, and modes."""
+    return len(problem.devices) + len(problem.copy_channels.shared_by) + count_modes(problem)
+
+
+def count_modes(problem: Problem) -> int:
+    """Modes of all stages, once for each class of units, which have costs of their own."""
     modes = sum(len(stage.modes) for stage in problem.stages)
-    kinds = len(problem.class_units) if modes else 1
-    return len(problem.devices) + len(problem.copy_channels.shared_by) + modes * kinds
+    return modes * len(problem.class_units) if modes else 0
 
 
 MAX_STEPS = 2**45

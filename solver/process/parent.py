@@ -25,7 +25,7 @@ from optpipe.schedule import Schedule
 from solver.limits import Cancel, Limits
 from solver.process import channel
 from solver.process.channel import Child, Heartbeat, Limit, Message
-from solver.scale import count_ops
+from solver.scale import count_modes, count_ops
 from solver.solution import Feed, Progress, Solution
 
 TICK_S = 0.02
@@ -50,7 +50,8 @@ VERIFY_S_PER_OP = 5e-6
 """Seconds to read, time and verify an answer, per op (4 us measured on one core). Part of the limit."""
 
 VERIFY_S_PER_DEVICE = 4e-4
-"""The same for each device, with ops or without."""
+VERIFY_S_PER_MODE = 25e-6
+"""The same per device, with ops or without, and per mode of a stage for each class of units."""
 
 LARGE_S = 0.5
 """Seconds to verify an answer from which a problem is large: there, what a busy machine adds to them matters."""
@@ -141,7 +142,11 @@ class _Solve:
         self.best = Solution()
         self.last: Message | None = None
         self.stop_reason: Limit | None = None
-        self.verify_s = count_ops(problem) * VERIFY_S_PER_OP + len(problem.devices) * VERIFY_S_PER_DEVICE
+        self.verify_s = (
+            count_ops(problem) * VERIFY_S_PER_OP
+            + len(problem.devices) * VERIFY_S_PER_DEVICE
+            + count_modes(problem) * VERIFY_S_PER_MODE
+        )
         self.is_large = self.verify_s > LARGE_S
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
@@ -177,10 +182,11 @@ class _Solve:
         """Raise ModelTooLargeError where no answer could be verified in time, whatever is found."""
         if self.verify_s > self.limits.time_limit_s + STOP_S:
             raise ModelTooLargeError(
-                f"this problem has {count_ops(self.problem):,} ops on {len(self.problem.devices):,} devices: to verify "
-                f"a schedule of it takes about {self.verify_s:.0f} s, but the time limit is "
-                f"{self.limits.time_limit_s:g} s. Maybe solve fewer microbatches (a schedule repeats itself after its "
-                "warm-up), or allow more time (--time-limit)."
+                f"this problem has {count_ops(self.problem):,} ops, {len(self.problem.devices):,} devices and "
+                f"{count_modes(self.problem):,} modes (a stage's for each kind of microbatch): to verify a schedule of "
+                f"it takes about {self.verify_s:.0f} s, but the time limit is {self.limits.time_limit_s:g} s. Maybe "
+                "solve fewer microbatches (a schedule repeats itself after its warm-up), or allow more time "
+                "(--time-limit)."
             )
 
     def _watch(self) -> None:

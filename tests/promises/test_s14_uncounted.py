@@ -76,9 +76,11 @@ def test_modes_count_for_each_kind_of_microbatch(idle: Client, idle_settings: Se
 
 
 def test_what_cannot_be_verified_in_time_is_refused() -> None:
-    with pytest.raises(
-        ModelTooLargeError, match=r"6,000,000 ops .* about 30 s, but the time limit is 5 s"
-    ):
+    many = uniform(2, 20_000).to_data() | {"microbatch_factors": [{"time": 1 + k} for k in range(20_000)]}
+    many["stages"][0]["modes"] = modes(MAX_MODES)
+    with pytest.raises(ModelTooLargeError, match="20,000,000 modes"):
+        solve_in_child(Problem.from_data(many), limits=Limits(5))
+    with pytest.raises(ModelTooLargeError, match=r"6,000,000 ops, .* about 30 s, but the time limit is 5 s"):
         solve_in_child(uniform(2, 10**6), limits=Limits(5))
 
 
