@@ -27,7 +27,7 @@ from solver.process import available_bytes
 MEMORY_SHARE = 0.8
 """Share of the memory that is free when a worker starts, for all of its solves together."""
 
-STOP_S = 8.0
+STOP_S = 5.0
 """Time for a stopping worker to end or give back its jobs; the heartbeat timeout recovers the rest."""
 
 REMOVE_EVERY_S = 60.0
