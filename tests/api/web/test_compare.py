@@ -64,10 +64,28 @@ def test_published_schedules_of_a_new_problem(page: Page) -> None:
     expect(page.locator("[data-part=reasons]")).to_contain_text("zb-v places 2 stages")
 
 
+def test_a_job_next_to_the_published_schedules_of_its_problem(page: Page, service_url: str, key: str) -> None:
+    first, second = (posted(service_url, key, name=name) for name in ("first", "second"))
+    page.goto(f"/#/jobs/{first}")
+    page.locator("a[data-part=compare]").click()
+    expect(page.locator(ROWS).first).to_contain_text("first")
+    expect(page.locator(ROWS, has_text="1f1b").first).to_be_visible(timeout=COMPILE_MS)
+    page.get_by_role("link", name="Leave out published schedules").click()
+    expect(page.locator(ROWS)).to_have_count(1)
+    page.goto(f"/#/compare?ids={first},{second}")
+    page.get_by_role("link", name="Add published schedules").click()
+    expect(page.locator(ROWS, has_text="gpipe")).to_be_visible()
+    page.get_by_role("link", name="leave out first").click()
+    expect(page.locator(ROWS, has_text="second")).to_be_visible()
+    expect(page.locator(ROWS, has_text="first")).to_have_count(0)
+    expect(page.locator(ROWS, has_text="gpipe")).to_be_visible()
+
+
 def test_values_of_different_problems_are_not_compared(page: Page, service_url: str, key: str) -> None:
     ids = [posted(service_url, key), posted(service_url, key, uniform(2, 3))]
     page.goto(f"/#/compare?ids={','.join(ids)}")
     expect(page.get_by_text("These schedules answer different problems")).to_be_visible()
+    expect(page.get_by_role("link", name="Add published schedules")).to_be_hidden()
     expect(page.locator(".best")).to_have_count(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,13 @@ def test_a_key_can_be_forgotten(stranger: Page, key: str) -> None:
     stranger.keyboard.press("Enter")
     stranger.get_by_role("button", name="Forget key").click()
     expect(stranger.get_by_role("dialog")).to_contain_text("This server asks for a key")
+
+
+def test_the_description_of_the_interface_is_asked_for_with_the_key(page: Page) -> None:
+    page.goto("/#/jobs")
+    with page.expect_download() as downloaded:
+        page.get_by_role("link", name="openapi.json").click()
+    assert json.loads(downloaded.value.path().read_text())["openapi"] == "3.1.0"
 
 
 def test_without_a_key_the_page_says_why_it_is_empty(stranger: Page) -> None:

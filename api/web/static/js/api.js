@@ -153,7 +153,7 @@ export function rename(id, changes) {
  * Figures of the whole service, of all keys together.
  *
  * @param {AbortSignal} signal
- * @returns {Promise<{queued: number, running: number, busyWorkers: number, queueAgeS: number}>}
+ * @returns {Promise<{queued: number, running: number, workers: number, queueAgeS: number}>} `workers`: those that live
  */
 export async function getServiceFigures(signal) {
   const text = await (await request("GET", "/metrics", { signal })).text();
@@ -162,7 +162,7 @@ export async function getServiceFigures(signal) {
   return {
     queued: figure('optpipe_jobs{status="queued"}'),
     running: figure('optpipe_jobs{status="running"}'),
-    busyWorkers: figure("optpipe_busy_workers"),
+    workers: figure("optpipe_workers"),
     queueAgeS: figure("optpipe_queue_age_seconds"),
   };
 }

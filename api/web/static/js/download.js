@@ -1,7 +1,9 @@
-/** Downloads of a job's schedule. They are fetched, because a plain link cannot send the key. */
+/** Downloads. They are fetched, because a plain link cannot send the key. */
 
+import { announce } from "./announce.js";
 import { jobPath, request } from "./api.js";
-import { element } from "./elements.js";
+import { element, part } from "./elements.js";
+import { keyHeader } from "./key.js";
 
 /** Values of ``?format=`` (empty: the schedule itself) and file name endings, by the name of the button. */
 export const FORMATS = /** @type {const} */ ({
@@ -21,14 +23,32 @@ export async function download(job, name, offloads) {
   const { format, ending } = FORMATS[name];
   const query = new URLSearchParams(format && { format });
   if (name === "torch-csv" && offloads) query.set("drop_offload", "true");
-  const answer = await request("GET", `${jobPath(job.id)}/schedule?${query}`);
+  await save(`${jobPath(job.id)}/schedule?${query}`, `${fileStem(job)}.${ending}`);
+}
+
+/**
+ * @param {string} path on the server
+ * @param {string} fileName
+ */
+async function save(path, fileName) {
+  const answer = await request("GET", path);
   const url = URL.createObjectURL(await answer.blob());
   const link = element("a");
   link.href = url;
-  link.download = `${fileStem(job)}.${ending}`;
+  link.download = fileName;
   link.click();
   // The browser reads the file after this turn; a minute is enough to begin.
   setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+/** Have the link to the description of the HTTP interface send the key, where there is one. */
+export function startDescription() {
+  const link = part(document, "description", HTMLAnchorElement);
+  link.addEventListener("click", (event) => {
+    if (!("Authorization" in keyHeader())) return;
+    event.preventDefault();
+    save("/openapi.json", "openapi.json").catch((error) => announce(String(error)));
+  });
 }
 
 /** @param {import("./types.js").Job} job */

@@ -1,5 +1,6 @@
 /** Entry point of the page. */
 
+import { startDescription } from "./download.js";
 import { startKey } from "./key.js";
 import { startRouter } from "./router.js";
 import { startTheme } from "./theme.js";
@@ -10,4 +11,5 @@ import { newView } from "./views/new.js";
 
 startTheme();
 startKey();
+startDescription();
 startRouter({ new: newView, jobs: listView, job: jobView, compare: compareView });

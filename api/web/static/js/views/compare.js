@@ -43,7 +43,7 @@ export function compareView(root, { query }) {
   const ending = new AbortController();
   const view = new Comparison(root, ending.signal);
   const ids = (query.get("ids") ?? "").split(",").filter(Boolean);
-  view.start(ids);
+  view.start(ids, query.has("published"));
   return () => {
     ending.abort();
     view.stop();
@@ -64,16 +64,20 @@ class Comparison {
     this.message = part(root, "message", HTMLElement);
   }
 
-  /** @param {string[]} ids of jobs; none: the problem kept in this tab */
-  async start(ids) {
+  /**
+   * @param {string[]} ids of jobs; none: the problem kept in this tab
+   * @param {boolean} published whether the published schedules of the jobs' problem are to stand next to them
+   */
+  async start(ids, published) {
     if (ids.length) part(this.root, "picker", HTMLAnchorElement).href = `#/jobs?chosen=${ids.join(",")}`;
     const stored = sessionStorage.getItem(PROBLEM);
     part(this.root, "empty", HTMLElement).hidden = ids.length > 0 || stored !== null;
     if (!ids.length && !stored) return;
-    const read = ids.length ? () => this.#jobs(ids.slice(0, MOST)) : () => this.#published(JSON.parse(stored ?? ""));
+    const read = ids.length ? () => this.#jobs(ids.slice(0, MOST), published) : () => this.#kept(JSON.parse(stored ?? ""));
     try {
       const compared = await untilAnswered(read, this.signal, (error) => this.#tell(error));
       this.message.textContent = ids.length > MOST ? `The first ${MOST} of ${ids.length} are shown.` : "";
+      this.#offerPublished(compared, published);
       this.#show(compared);
     } catch (error) {
       this.#tell(error);
@@ -86,10 +90,11 @@ class Comparison {
 
   /**
    * @param {string[]} ids
-   * @returns {Promise<Compared[]>}
+   * @param {boolean} published
+   * @returns {Promise<Compared[]>} these jobs and, where they answer one problem, its published schedules
    */
-  #jobs(ids) {
-    return Promise.all(
+  async #jobs(ids, published) {
+    const jobs = await Promise.all(
       ids.map(async (id) => {
         const job = await getJob(id, this.signal);
         const note = job.error ?? `${job.status}, no schedule`;
@@ -98,6 +103,28 @@ class Comparison {
         return { name: jobName(job), note: schedule.method, id, revision: job.attempt ? job.revision : 0, schedule };
       }),
     );
+    const problem = published ? onlyProblem(jobs) : null;
+    return problem ? [...jobs, ...(await this.#published(problem))] : jobs;
+  }
+
+  /** @param {Problem} problem of this tab */
+  #kept(problem) {
+    part(this.root, "title", HTMLElement).textContent = `Published schedules of ${problem.name || "this problem"}`;
+    return this.#published(problem);
+  }
+
+  /**
+   * The link that adds the published schedules of the jobs' problem, or leaves them out.
+   *
+   * @param {Compared[]} compared
+   * @param {boolean} published whether they are there
+   */
+  #offerPublished(compared, published) {
+    const link = part(this.root, "published", HTMLAnchorElement);
+    const ids = compared.flatMap(({ id }) => id ?? []);
+    link.hidden = !ids.length || !onlyProblem(compared);
+    link.textContent = published ? "Leave out published schedules" : "Add published schedules";
+    link.href = `#/compare?ids=${ids.join(",")}${published ? "" : "&published"}`;
   }
 
   /**
@@ -105,7 +132,6 @@ class Comparison {
    * @returns {Promise<Compared[]>}
    */
   async #published(problem) {
-    part(this.root, "title", HTMLElement).textContent = `Published schedules of ${problem.name || "this problem"}`;
     const methods = await comparePublished(problem, this.signal);
     return methods.map(({ method, summary, why_not: whyNot, schedule }) => ({
       name: method,
@@ -117,9 +143,9 @@ class Comparison {
   /** @param {Compared[]} compared */
   #show(compared) {
     const there = compared.filter(({ schedule }) => schedule);
-    const problems = new Set(there.map(({ schedule }) => schedule && workKey(schedule.problem)));
-    part(this.root, "different", HTMLElement).hidden = problems.size < 2;
-    const comparable = there.length > 1 && problems.size === 1;
+    const isOneProblem = onlyProblem(there) !== null;
+    part(this.root, "different", HTMLElement).hidden = isOneProblem || !there.length;
+    const comparable = there.length > 1 && isOneProblem;
     const best = comparable ? Math.min(...there.map(({ schedule }) => schedule?.value_us ?? Infinity)) : null;
     part(this.root, "rows", HTMLTableSectionElement).replaceChildren(...there.map((entry) => comparedRow(entry, best, there)));
     part(this.root, "remove-head", HTMLElement).hidden = !there.some(({ id }) => id);
@@ -127,7 +153,8 @@ class Comparison {
     part(this.root, "table", HTMLElement).hidden = false;
     part(this.root, "figures", HTMLElement).hidden = !there.length;
     part(this.root, "missing", HTMLDetailsElement).open = !there.length;
-    if (comparable && there.every(({ revision }) => revision !== undefined)) this.#showSearches(there).catch((error) => this.#tell(error));
+    const searched = there.filter(({ revision }) => revision !== undefined);
+    if (comparable && searched.length) this.#showSearches(searched).catch((error) => this.#tell(error));
     const endUs = Math.max(...there.map(({ schedule }) => (schedule ? durationUs(schedule) : 0)));
     const time = new TimeWindow(0, endUs);
     const host = part(this.root, "charts", HTMLElement);
@@ -201,6 +228,15 @@ class Comparison {
 }
 
 /**
+ * @param {Compared[]} compared
+ * @returns {Problem | null} the problem that all their schedules answer; null: there are several, or none
+ */
+function onlyProblem(compared) {
+  const problems = compared.flatMap(({ schedule }) => schedule?.problem ?? []);
+  return new Set(problems.map(workKey)).size === 1 ? problems[0] : null;
+}
+
+/**
  * @param {Compared} compared
  * @param {number | null} bestUs null: the values are not of one problem
  * @param {Compared[]} all
@@ -229,8 +265,9 @@ function comparedRow({ name, note, id, schedule }, bestUs, all) {
   row.append(...texts.map((text) => element("td", text)));
   if (id) {
     const others = all.flatMap((other) => (other.id && other.id !== id ? [other.id] : []));
+    const published = others.length && all.some((other) => !other.id) ? "&published" : "";
     const leave = element("a", "×", "button quiet");
-    leave.href = `#/compare?ids=${others.join(",")}`;
+    leave.href = `#/compare?ids=${others.join(",")}${published}`;
     leave.setAttribute("aria-label", `leave out ${name}`);
     const cell = element("td");
     cell.append(leave);

@@ -228,7 +228,7 @@ class JobView {
     edit.href = `#/new?from=${job.id}`;
     edit.hidden = !job.config;
     const compare = part(this.root, "compare", HTMLAnchorElement);
-    compare.href = `#/compare?ids=${job.id}`;
+    compare.href = `#/compare?ids=${job.id}&published`;
     compare.hidden = job.value_us === null;
     part(this.root, "downloads", HTMLElement).hidden = job.value_us === null;
   }

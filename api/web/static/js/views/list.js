@@ -293,9 +293,9 @@ class JobList {
   async #showQueue(signal) {
     const figures = await getServiceFigures(signal).catch(() => null);
     if (!figures) return;
-    const { queued, running, busyWorkers, queueAgeS } = figures;
+    const { queued, running, workers, queueAgeS } = figures;
     const waiting = queued ? `, ${countText(queued, "job")} waiting, the first for ${timeText(1e6 * queueAgeS)}` : ", none waiting";
-    this.queue.textContent = `On this service: ${countText(running, "job")} running on ${countText(busyWorkers, "worker")}${waiting}.`;
+    this.queue.textContent = `On this service: ${countText(workers, "worker")}, ${countText(running, "job")} running${waiting}.`;
   }
 
   /** @param {unknown} error */
