@@ -1,13 +1,15 @@
 """Recomputation: what a forward needs that runs twice, and blocks of a stage that are run again one at a time.
 
-The two runs of a forward have to agree: `Replay` gives the second one the buffers of the first, `GeneratorStates` its
-random numbers. A `Segment` is one call of a block. F records the call without keeping what autograd saves in it; the
-input alone stays. The backward finds the saved tensors missing when it comes to the block, and runs it again, so that
-at no time more than one block is there; or C has run all of them again ahead of it. The graph is that of F throughout.
+The two runs of a forward have to agree: `Replay` gives the second one the buffers of the first and compares their
+outputs, `AllGeneratorStates` gives it the random numbers. A `Segment` is one call of a block. F records the call
+without keeping what autograd saves in it; the input alone stays. The backward finds the saved tensors missing when it
+comes to the block, and runs it again, so that at no time more than one block is there; or C has run all of them again
+ahead of it. The graph is that of F throughout.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +23,8 @@ from optpipe.errors import TrainingError
 from optpipe.mode_names import Recomputed
 from optpipe.runtime.activations import ActivationStore, storage_key
 from optpipe.runtime.messages import leaves, rebuild
-from optpipe.runtime.rng import GeneratorStates
+from optpipe.runtime.module_state import ModuleState
+from optpipe.runtime.rng import AllGeneratorStates
 from optpipe.runtime.slices import Rebuilt, packed, unpacked
 from optpipe.runtime.torch_private import saving_through
 from optpipe.runtime.weight_gradients import compiled_around, compiled_part, is_distributed
@@ -46,18 +49,29 @@ class _Buffer:
 Values = Sequence[tuple[_Buffer, Tensor]]
 """Values of buffers at one time."""
 
+Sample = Sequence[tuple[torch.dtype, Sequence[complex]]]
+"""Dtype of each tensor of an output, and some numbers of it."""
+
+SAMPLED = 64
+"""Numbers of each tensor of an output, about, that are compared."""
+
+COMPARED = 32
+"""Recomputations of a module that are compared with the first run: what differs does so in nearly all of them."""
+
 
 class Replay:
-    """Buffers of a module whose forward runs twice for one microbatch, such as running statistics.
+    """Buffers of a module whose forward runs twice for one microbatch, such as running statistics, and its output.
 
-    The second run has to find them as the first one did, and leave them as they are. Which buffers a forward changes is
-    learnt from the first: the version counter alone does not tell, since batch norm's kernel bypasses it.
+    The second run has to find the buffers as the first one did, and leave them and Python's attributes as they are.
+    Which buffers a forward changes is learnt from the first: the version counter alone does not tell, since batch
+    norm's kernel bypasses it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._changing: list[_Buffer] | None = None
         self._constant: list[_Buffer] = []
+        self._compared = 0
 
     @contextmanager
     def first(self, inputs: Sequence[Any]) -> Iterator[list[tuple[_Buffer, Tensor]]]:
@@ -94,6 +108,7 @@ class Replay:
     @contextmanager
     def second(self, values: Values) -> Iterator[None]:
         """Context of the second run: it changes the copies of the first, in the place of the buffers."""
+        attributes = ModuleState([self._module], tensors=False)
         own = [(buffer, buffer.tensor) for buffer, _ in values]
         for buffer, value in values:
             buffer.registry[buffer.name] = value
@@ -102,6 +117,35 @@ class Replay:
         finally:
             for buffer, tensor in own:
                 buffer.registry[buffer.name] = tensor
+            attributes.restore()
+
+    def sample(self, output: Any) -> Sample | None:
+        """Numbers of the output of the first run, without memory on the device; None once enough were compared."""
+        if self._compared >= COMPARED:
+            return None
+        return [(part.dtype, _sampled(part)) for part in leaves(output) if isinstance(part, Tensor)]
+
+    def compare(self, sample: Sample | None, output: Any) -> None:
+        """Compare the output of the second run with the sample of the first. Raises TrainingError if they differ.
+
+        The same kernels on the same numbers give the same up to the order of a GPU's atomic sums: half of the digits
+        are the same in any case. Other random numbers leave none the same.
+        """
+        if sample is None:
+            return
+        self._compared += 1
+        for number, ((dtype, before), (_, after)) in enumerate(zip(sample, self.sample(output) or (), strict=False)):
+            finite = [abs(x) for x in before if math.isfinite(abs(x))]
+            eps = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+            limit = math.sqrt(eps) * max(finite, default=0.0)
+            for x, y in zip(before, after, strict=False):
+                if not (abs(x - y) <= limit or x == y or (x != x and y != y)):
+                    raise TrainingError(
+                        f"tensor {number} of the output is {y:.6g} when {type(self._module).__name__} is run again, "
+                        f"but was {x:.6g} at first, so its gradients would be wrong. Maybe it draws random numbers "
+                        "from a generator that none of its modules holds, or depends on what it counts: keep the "
+                        "generator as an attribute from its __init__ on, or solve without stages[].modes."
+                    )
 
     def _buffers(self) -> list[_Buffer]:
         return [
@@ -110,6 +154,21 @@ class Replay:
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
+
+
+def _sampled(tensor: Tensor) -> Sequence[complex]:
+    """About `SAMPLED` numbers of a tensor, evenly apart in each dimension. Reads a view: takes no memory."""
+    if is_distributed(tensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+    if type(tensor) is not Tensor or tensor.is_meta:
+        return ()
+    each = round(SAMPLED ** (1 / max(1, tensor.dim()))) or 1
+    numbers: list[Any] = [
+        tensor.detach()[tuple(slice(None, None, max(1, size // each)) for size in tensor.shape)].tolist()
+    ]
+    for _ in tensor.shape:
+        numbers = [number for row in numbers for number in row]
+    return numbers
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -212,12 +271,16 @@ class Segments:
 
     @contextmanager
     def recording(
-        self, activations: ActivationStore | None, device: torch.device, *, draws: bool
+        self,
+        activations: ActivationStore | None,
+        device: torch.device,
+        generators: Callable[[], AllGeneratorStates | None],
     ) -> Iterator[list[Segment]]:
         """Context of an F in which the modules keep their inputs alone; yields the list of their calls.
 
-        `activations` holds what stays, if it is to leave. `draws`: the modules may draw random numbers. Raises
-        TrainingError if a module changes its input, or if the input is changed behind it before F ends.
+        `activations` holds what stays, if it is to leave. `generators` returns the present states of those from which
+        the modules may draw. Raises TrainingError if a module changes its input, or if the input is changed behind it
+        before F ends.
         """
         calls: list[Segment] = []
         versions: list[tuple[str, Tensor, int]] = []
@@ -228,7 +291,7 @@ class Segments:
             def record(*arguments: Any, **named: Any) -> Any:
                 if not torch.is_grad_enabled():
                     return forward(*arguments, **named)
-                call = Segment(part, forward, replay, self._running_again, device, draws=draws, compiled=compiled)
+                call = Segment(part, forward, replay, self._running_again, device, generators(), compiled=compiled)
                 inputs = arguments, named
                 output = call.first(inputs, activations)
                 versions.extend((name, x.detach(), x._version) for x in leaves(inputs) if isinstance(x, Tensor))
@@ -270,16 +333,17 @@ class Segment:
         replay: Replay,
         running_again: RunningAgain,
         device: torch.device,
+        generators: AllGeneratorStates | None,
         *,
-        draws: bool,
         compiled: bool,
     ) -> None:
         self.block, self._forward, self._replay = block, forward, replay
         self._running_again, self._compiled = running_again, compiled
         self._graphs: list[type] = []
-        self._generators = GeneratorStates(device) if draws else None
+        self._generators = generators
         self._autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         self._buffers: Values = ()
+        self._sample: Sample | None = None
         self._form: Any = None
         self._input: list[Any] = []
         self._outputs: dict[int, object] = {}
@@ -305,6 +369,7 @@ class Segment:
         arguments, named = inputs
         with self._replay.first(leaves(inputs)) as self._buffers, saving_through(pack, self._unpack):
             output = self._forward(*arguments, **named)
+        self._sample = self._replay.sample(output)
         self._count = len(seen)
         if self._compiled:
             self._graphs = _compiled_graphs(leaves(inputs), leaves(output))
@@ -360,8 +425,9 @@ class Segment:
         if len(tensors) != self._count:
             raise TrainingError(
                 f"a block saves {len(tensors)} tensors for its backward when it is run again, but saved {self._count} "
-                "at first. Maybe its forward depends on more than its input, buffers and torch's random numbers."
+                "at first. Maybe its forward depends on more than its input, buffers and random numbers."
             )
+        self._replay.compare(self._sample, output)
         self._saved = tensors
         self._form, self._input, self._outputs, self._buffers = None, [], {}, ()
 

@@ -7,10 +7,13 @@ sequence of its own, so a microbatch gets the same masks under any schedule on a
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -92,3 +95,58 @@ class GeneratorStates:
             yield
         finally:
             now.restore()
+
+
+OwnGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+"""A generator that is no global one of torch, NumPy or Python."""
+
+
+class AllGeneratorStates:
+    """States of the generators of torch, NumPy and Python, and of some `own`, at the time when this is made.
+
+    Takes about 20 us more than `GeneratorStates`, so it is for what runs apart from a plain F.
+    """
+
+    def __init__(self, device: torch.device, own: Iterable[OwnGenerator] = ()) -> None:
+        self._of_torch, self._own = GeneratorStates(device), list(own)
+        self._device = device
+        accessors = [
+            (_numpy_state, np.random.set_state),
+            (random.getstate, random.setstate),
+            *map(_accessors, self._own),
+        ]
+        self._states = [(write, read()) for read, write in accessors]
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        self._of_torch.restore()
+        for write, state in self._states:
+            write(state)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Context in which they draw the numbers that followed these states; restores them afterwards."""
+        now = AllGeneratorStates(self._device, self._own)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state(legacy=False)
+
+
+def _accessors(generator: OwnGenerator) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Functions that read and write the state of a generator."""
+    match generator:
+        case torch.Generator():
+            return generator.get_state, generator.set_state
+        case np.random.Generator():
+            bits = generator.bit_generator
+            return lambda: bits.state, lambda state: setattr(bits, "state", state)
+        case np.random.RandomState():
+            return lambda: generator.get_state(legacy=False), generator.set_state
+        case _:
+            return generator.getstate, generator.setstate

@@ -371,10 +371,10 @@ class SlicedLoss:
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
-        self._loss = loss
+        self.loss = loss
 
     def __call__(self, output: Any, target: tuple[Any, float]) -> Any:
         """The slice's part of the loss; of terms by name each."""
         own, share = target
-        loss = self._loss(output, own)
+        loss = self.loss(output, own)
         return {name: term * share for name, term in loss.items()} if isinstance(loss, Mapping) else loss * share

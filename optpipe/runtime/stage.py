@@ -18,8 +18,9 @@ from optpipe.mode_names import EXAMPLES, parse_recomputed, without_offload
 from optpipe.runtime.activations import ActivationStore, HostSlab, storage_key
 from optpipe.runtime.loss import Loss, LossTerms, total_loss
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
-from optpipe.runtime.recomputation import Replay, Segment, Segments, Values, parts_of, saving_nothing
-from optpipe.runtime.rng import GeneratorStates, RandomNumbers, never_draws
+from optpipe.runtime.module_state import own_generators
+from optpipe.runtime.recomputation import Replay, Sample, Segment, Segments, Values, parts_of, saving_nothing
+from optpipe.runtime.rng import AllGeneratorStates, OwnGenerator, RandomNumbers, never_draws
 from optpipe.runtime.slices import Sequences, check_slices
 from optpipe.runtime.torch_private import run_backward
 from optpipe.runtime.weight_gradients import (
@@ -162,8 +163,9 @@ class _LossGraph:
 class _Input:
     """State of a microbatch between F and its recomputation: what F received, described by `activations` if offloaded.
 
-    The target is the caller's. `buffers` are as F found those that it changed, `generators` as F found torch's, where
-    it may draw from these. `loss`: the loss is not run again; its graph, and dtype and device of the loss.
+    The target is the caller's. `buffers` are as F found those that it changed, `generators` as F found them, where it
+    may draw. `output`: numbers of the output, which the recomputation has to find again. `loss`: the loss is not run
+    again; its graph, and dtype and device of the loss.
     """
 
     received: Tree
@@ -171,7 +173,8 @@ class _Input:
     activations: ActivationStore | None
     fused: bool
     buffers: Values
-    generators: GeneratorStates | None
+    generators: AllGeneratorStates | None
+    output: Sample | None
     loss: tuple[_LossGraph, tuple[torch.dtype, torch.device]] | None
 
 
@@ -225,6 +228,7 @@ class Stage:
             defer_weight_gradients(module, self._weight_gradients)
         self.random = RandomNumbers(torch.initial_seed() if seed is None else seed) if own_random_numbers else None
         self._draws = draws
+        self._own_generators: list[OwnGenerator] | None = None
         self.loss_terms = LossTerms()
         self._loss_differentiates: bool | None = None
         self.sequences = Sequences(slices)
@@ -241,6 +245,12 @@ class Stage:
     def device(self) -> torch.device:
         """Device of the stage's parameters."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def roots(self) -> Sequence[Any]:
+        """The user's objects that it calls, for `optpipe.runtime.module_state`."""
+        wrapped = getattr(self._loss, "loss", None)  # within a loss of slices or by tokens, which are ours
+        return [self.module, self._loss, wrapped]
 
     @property
     def splits(self) -> bool:
@@ -321,13 +331,20 @@ class Stage:
         changes, such as running statistics. Raises TrainingError if F changes its input, or differentiates: then it
         cannot be run again. A loss that differentiates, as losses in chunks do, runs once, and what it saves stays.
         """
-        generators = GeneratorStates(self._device) if self._draws and not self.random else None
+        generators, sample = self._generators(), None
+
+        def keep_sample(output: Tree) -> None:
+            nonlocal sample
+            sample = self._replay.sample(output)
+
         with self._replay.first([*leaves(received), *leaves(target)]) as buffers:
-            graph, output = self._run(microbatch, received, target, fused, saving_nothing, loss_apart=True)
+            graph, output = self._run(
+                microbatch, received, target, fused, saving_nothing, loss_apart=True, look=keep_sample
+            )
         loss = (graph.loss, graph.loss_kind) if graph.loss and graph.loss_kind else None
         activations = ActivationStore(self._resident(received, target)) if offloads else None
         kept = map_leaves(activations.hold, received) if activations else received
-        self._inputs[microbatch] = _Input(kept, target, activations, fused, buffers, generators, loss)
+        self._inputs[microbatch] = _Input(kept, target, activations, fused, buffers, generators, sample, loss)
         return output
 
     def forward_keeping_block_inputs(
@@ -346,7 +363,7 @@ class Stage:
         """
         activations = ActivationStore(self._resident(received, target)) if offloads else None
         saving = activations.hooks if activations else self.sequences.saving
-        with segments.recording(activations, self._device, draws=self._draws) as calls:
+        with segments.recording(activations, self._device, self._generators) as calls:
             graph, output = self._run(microbatch, received, target, fused, saving)
         graph.activations, graph.segments = activations, calls
         self._graphs[microbatch] = graph
@@ -385,8 +402,23 @@ class Stage:
             kept.activations.hand_over()
         with self._replay.second(kept.buffers), kept.generators.again() if kept.generators else _NOTHING:
             self._graphs[microbatch], _ = self._run(
-                microbatch, received, kept.target, kept.fused, self.sequences.saving, loss=kept.loss, again=True
+                microbatch,
+                received,
+                kept.target,
+                kept.fused,
+                self.sequences.saving,
+                loss=kept.loss,
+                look=partial(self._replay.compare, kept.output),
+                again=True,
             )
+
+    def _generators(self) -> AllGeneratorStates | None:
+        """States of the generators from which F may draw; None where it does not."""
+        if not self._draws:
+            return None
+        if self._own_generators is None:
+            self._own_generators = own_generators(self.roots)
+        return AllGeneratorStates(self._device, self._own_generators)
 
     def running_again(self, _blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Context in which blocks run again. A stage whose wrapper shares parameters out makes those whole.
@@ -405,13 +437,14 @@ class Stage:
         *,
         loss_apart: bool = False,
         loss: tuple[_LossGraph, tuple[torch.dtype, torch.device]] | None = None,
+        look: Callable[[Tree], None] | None = None,
         again: bool = False,
     ) -> tuple[_Graph, Tree]:
         """Run the module, and the loss on the last stage, with autograd saving tensors in contexts of `saving`.
 
         With `loss_apart` a loss that differentiates has a graph of its own, which saves all; `loss` is such a graph of
-        an earlier run: then the loss is not run. `again`: the unit has run before. Returns the graph, which alone keeps
-        what was saved, and the output without it.
+        an earlier run: then the loss is not run. `look` is called with the module's output. `again`: the unit has run
+        before. Returns the graph, which alone keeps what was saved, and the output without it.
         """
         # Under autocast autograd would keep a cast copy of every weight until the backward.
         splitting = Splitting.LARGE if fused and not self._autocast else Splitting.ALL
@@ -428,6 +461,8 @@ class Stage:
                 if not self._first:
                     received, entry = enter(self._anchor, received)
                 output = self._output(microbatch, received)
+            if look is not None:
+                look(output)
             # A loss may run layers of the stage and their backward at once, as losses in chunks do: those do not wait.
             if loss is not None:
                 output = _with_gradient(output)

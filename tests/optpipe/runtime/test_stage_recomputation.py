@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,6 +118,65 @@ def test_a_recomputation_finds_the_buffers_of_its_f_and_leaves_them(module: nn.M
     assert all(torch.equal(one, other) for one, other in zip(*map(values, runs), strict=True))
     for one, other in zip(*(layer.buffers() for layer in layers), strict=True):
         assert torch.equal(one, other)
+
+
+OF_A_GLOBAL, HIDDEN = torch.Generator(), {"generator": torch.Generator()}
+
+
+class Noisy(nn.Linear):
+    """Multiplies by numbers that are no draws of torch's default generator; counts its calls."""
+
+    def __init__(self, draw: Callable[[Noisy], float]) -> None:
+        super().__init__(6, 6)
+        self.draw, self.calls = draw, 0
+        self.own, self.numpy, self.python = [torch.Generator()], np.random.default_rng(1), random.Random(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(super().forward(x) * (1 + self.draw(self)))
+
+
+DRAWS: dict[str, Callable[[Noisy], float]] = {
+    "numpy": lambda _: np.random.rand(),
+    "python": lambda _: random.random(),
+    "its own of torch": lambda layer: float(torch.rand((), generator=layer.own[0])),
+    "its own of numpy": lambda layer: float(layer.numpy.random()),
+    "its own of python": lambda layer: layer.python.random(),
+    "a global": lambda _: float(torch.rand((), generator=OF_A_GLOBAL)),
+}
+
+
+def noisy_run(draw: Callable[[Noisy], float], ops: list[tuple[str, int]], mode: str) -> tuple[Run, list[float], int]:
+    """A step, what would be drawn after it, and how often the layer was called."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    OF_A_GLOBAL.manual_seed(0)
+    layer = Noisy(draw)
+    run = run_step(Stage(nn.Sequential(layer), own_random_numbers=False), ops, MESSAGES, mode=mode)
+    return run, [draw(layer) for draw in DRAWS.values()], layer.calls
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_recomputation_draws_from_every_generator_as_its_f_did(draw: Callable[[Noisy], float], mode: str) -> None:
+    kept, *after_kept = noisy_run(draw, together(F_BW), mode)
+    ops = [("F", 0), ("F", 1), ("C", 0), ("F", 2), ("BW", 0), ("CBW", 1), ("C", 2), ("BW", 2)]
+    again, *after_again = noisy_run(draw, ops, mode)
+    assert all(torch.equal(one, other) for one, other in zip(values(kept), values(again), strict=True))
+    assert after_again == after_kept
+    assert after_kept[1] == M
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    "draw",
+    [lambda _: float(torch.rand((), generator=HIDDEN["generator"])), lambda layer: 0.1 * layer.calls],
+    ids=["a generator that is not found", "its number of calls"],
+)
+def test_a_recomputation_whose_output_is_another_is_refused(draw: Callable[[Noisy], float], mode: str) -> None:
+    with pytest.raises(TrainingError, match=r"tensor 0 of the output is \S+ when \w+ is run again, .* wrong\. Maybe"):
+        noisy_run(draw, [("F", 0), ("F", 1), ("CBW", 0), ("CBW", 1)], mode)
 
 
 class Differentiating(nn.Module):
