@@ -77,10 +77,11 @@ def _print_check(check: CheckResult) -> None:
     rows = table(*columns, *(["budget, with messages"] if budgets else []))
     for d, device in enumerate(check.devices):
         share = device.peak_bytes / device.planned_peak_bytes if device.planned_peak_bytes else 1.0
-        left = max(device.live_bytes, default=0)
         sizes = (f"{device.peak_bytes:,}", f"{device.planned_peak_bytes:,}", f"{share:.4f}")
         budget = "-" if device.budget_bytes is None else f"{device.budget_bytes:,}"
-        rows.add_row(str(d), *sizes, f"{device.host_peak_bytes:,}", f"{left:,}", *([budget] if budgets else []))
+        rows.add_row(
+            str(d), *sizes, f"{device.host_peak_bytes:,}", f"{device.left_bytes:,}", *([budget] if budgets else [])
+        )
     stdout().print(rows)
     stdout().print(f"largest gradient error against the reference step: {check.max_gradient_error:.2e}")
 

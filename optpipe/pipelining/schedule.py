@@ -315,18 +315,17 @@ class PlannedSchedule:
                 f"the schedule of rank {first.group_rank} is not that of rank {other} of the pipeline. "
                 "Maybe each rank solved it anew: solve once and hand all of them one file."
             )
-        with torch.random.fork_rng([stage.device for stage in self._stages if stage.device.type == "cuda"]):
-            try:
-                self._messages = learn_messages(
-                    stages, len(self._program.placement), batch.args[0], None, self._gather_specs()
-                )
-            except (TrainingError, dist.DistError):
-                raise
-            except Exception as error:
-                raise TrainingError(
-                    f"a stage of rank {first.group_rank} failed at the first microbatch, whose output shapes the next "
-                    f"stage must know: {type(error).__name__}: {error}"
-                ) from error
+        try:
+            self._messages = learn_messages(
+                stages, len(self._program.placement), batch.args[0], None, self._gather_specs()
+            )
+        except (TrainingError, dist.DistError):
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"a stage of rank {first.group_rank} failed at the first microbatch, whose output shapes the next "
+                f"stage must know: {type(error).__name__}: {error}"
+            ) from error
         for stage in stages.values():
             stage.gather_once()
         self._sends = self._transport()

@@ -24,6 +24,7 @@ from optpipe.profile.ops import Key, Spread, spread_of, stopwatch_for, timed_kin
 from optpipe.profile.subject import Chain
 from optpipe.runtime.messages import Spec, Tree, size_bytes
 from optpipe.runtime.pipeline import Pipeline
+from optpipe.runtime.probe import unchanged
 from optpipe.runtime.shapes import SliceMessages
 from optpipe.runtime.trace_step import record_step
 from optpipe.runtime.transport import local_transport
@@ -77,9 +78,15 @@ def check_prediction(
     """Run the schedule on the subject's microbatches, reused in turns.
 
     `slices` are the chains of the slices of a microbatch, or that of whole ones alone, with all stages. Peaks may
-    exceed the prediction by the share `margin` that devices kept free. Changes the gradients of the stages, but no
-    weight.
+    exceed the prediction by the share `margin` that devices kept free. Leaves no mark on the stages.
     """
+    with unchanged(slices[0].stages.values()):
+        return _checked(measured, slices, schedule, device, margin)
+
+
+def _checked(
+    measured: Measured, slices: Sequence[Chain], schedule: Schedule, device: torch.device, margin: float
+) -> Check:
     program = compile_schedule(schedule)
     offload_bytes = {s: figures.sizes.offload_bytes for s, figures in enumerate(measured.stages)}
     devices, transport = range(len(program.devices)), local_transport(device)

@@ -23,23 +23,24 @@ from optpipe.errors import InputError, Issue
 from optpipe.mode_names import IN_LOW_PRECISION, without_offload
 from optpipe.profile.subject import Chain
 from optpipe.runtime.activations import HostSlab
-from optpipe.runtime.probe import Modes, SizeRange, StageSizes, measure_samples, size_range, until_alike
+from optpipe.runtime.probe import Modes, SizeRange, StageSizes, measure_samples, size_range, unchanged, until_alike
 from optpipe.runtime.stage import Stage
 
 
 def measure_op_sizes(
     chain: Chain, device: torch.device, modes: Mapping[int, Modes] | None = None
 ) -> Mapping[int, SizeRange]:
-    """Measure the sizes of microbatches in each stage of this process. Changes the gradients of the stages.
+    """Measure the sizes of microbatches in each stage of this process. Leaves no mark on the stages.
 
     `modes` are those of each stage that recompute, to be measured too; not on a GPU.
     """
     if device.type == "cuda":
         samples = range(len(chain.batch))
-        return {
-            s: size_range(until_alike(_AllocatorProbe(chain, s, device, i).sizes() for i in samples))
-            for s in chain.stages
-        }
+        with unchanged(chain.stages.values()):
+            return {
+                s: size_range(until_alike(_AllocatorProbe(chain, s, device, i).sizes() for i in samples))
+                for s in chain.stages
+            }
     return {
         s: measure_samples(stage, chain.samples[s], chain.before(s), chain.after(s), modes=(modes or {}).get(s))
         for s, stage in chain.stages.items()
@@ -252,8 +253,7 @@ def measure_op_times(
     """Measure the times of each kind of op in each stage of this process.
 
     A compiled stage has no B and W. For each of a stage's `modes` there are C, O and R under its `kinds_of_mode`; no C
-    for copies in low precision.
-    Changes the gradients of the stages.
+    for copies in low precision. Leaves no mark on the stages.
     """
     times = measure_slice_times([chain], device, rounds, clock, on_round, modes)
     return {s: whole for s, [whole] in times.items()}
@@ -271,13 +271,14 @@ def measure_slice_times(
 
     `slices` are the chains of the slices, all with the same stages.
     """
-    measuring = _Rounds(slices, device, clock, modes or {})
     total = WARM_UP_ROUNDS + rounds
-    for number in range(total):
-        on_round(number, total)
-        if number == WARM_UP_ROUNDS:
-            measuring.watch.restart()
-        measuring.run()
+    with unchanged(slices[0].stages.values()):
+        measuring = _Rounds(slices, device, clock, modes or {})
+        for number in range(total):
+            on_round(number, total)
+            if number == WARM_UP_ROUNDS:
+                measuring.watch.restart()
+            measuring.run()
     times: dict[int, list[dict[str, Spread]]] = {s: [{} for _ in slices] for s in slices[0].stages}
     for key, samples_us in measuring.watch.samples_us().items():
         times[key.number][key.slice][key.kind] = spread_of(samples_us)

@@ -20,6 +20,7 @@ from optpipe.models.cut import Unit, joined, parse_cut
 from optpipe.models.loss import PerToken, is_counted
 from optpipe.runtime.loss import Loss, total_loss
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, leaves, map_leaves, message_spec, spec_text
+from optpipe.runtime.module_state import unchanged
 from optpipe.runtime.probe import Sample
 from optpipe.runtime.shapes import alike
 from optpipe.runtime.shared_parameters import with_own_modules
@@ -415,7 +416,7 @@ def _build_stages(
 
 def _output(subject: Subject, s: int, module: nn.Module, received: Tree) -> Tree:
     try:
-        with torch.no_grad(), evaluating([module]):
+        with unchanged([module], leaves(received)[0].device), torch.no_grad(), evaluating([module]):
             output = module(received)
     except Exception as error:
         what = f"what stages[{s - 1}] returns" if s else "the inputs"
@@ -435,7 +436,7 @@ def _output(subject: Subject, s: int, module: nn.Module, received: Tree) -> Tree
 
 
 def _check_loss(subject: Subject, output: Tree, targets: Tree) -> None:
-    with torch.no_grad():
+    with unchanged([subject.loss, getattr(subject.loss, "loss", None)], leaves(output)[0].device), torch.no_grad():
         try:
             loss = total_loss(subject.loss(output, targets))
         except Exception as error:
@@ -447,5 +448,6 @@ def _check_loss(subject: Subject, output: Tree, targets: Tree) -> None:
 
 
 def random_gradient(spec: MessageSpec, device: torch.device) -> Tensor | None:
-    """Random gradient of a message; None for integers."""
-    return spec.empty(device).normal_(0, GRADIENT_SCALE) if spec.has_gradient else None
+    """Random gradient of a message, by a generator of its own; None for integers."""
+    generator = torch.Generator(device).manual_seed(0)
+    return spec.empty(device).normal_(0, GRADIENT_SCALE, generator=generator) if spec.has_gradient else None

@@ -15,7 +15,7 @@ import torch
 
 from optpipe.profile.ops import ClockName, Key, stopwatch_for
 from optpipe.runtime.messages import Gradient, Tree
-from optpipe.runtime.probe import unchanged_stage
+from optpipe.runtime.probe import unchanged
 from optpipe.runtime.stage import Stage
 from optpipe.runtime.weight_gradients import undeferred_layers
 
@@ -55,7 +55,7 @@ def measure_undeferred(
 ) -> list[Undeferred]:
     """Time the backward of a microbatch with and without the undeferred weight gradients, kind by kind.
 
-    Changes the gradients of the stage, but neither buffers nor random state. Returns nothing for a compiled stage.
+    Leaves no mark on the stage. Returns nothing for a compiled stage.
     """
     kinds = undeferred_layers(stage.module) if stage.splits else {}
     if not kinds:
@@ -64,7 +64,7 @@ def measure_undeferred(
         clock = "cpu"  # other programs would distort the difference of two wall times
     watch = stopwatch_for(stage.device, clock)
     forward = partial(stage.forward, 0, received, target, offloads=False)
-    with unchanged_stage(stage):
+    with unchanged([stage]):
         stage.begin_step()
         stage.zero_gradients()
         forward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -17,6 +17,7 @@ from optpipe.mode_names import IN_LOW_PRECISION, without_offload
 from optpipe.problem import Problem
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, message_spec
+from optpipe.runtime.module_state import unchanged as unchanged_state
 from optpipe.runtime.recorder import MemoryMeter
 from optpipe.runtime.shapes import MessageShapes
 from optpipe.runtime.stage import Stage, evaluating
@@ -137,10 +138,9 @@ def measure_stage(
 
     `batch` is the stage's input and target; with `zeros` all but the first stage receive zeros of the shape of their
     message instead. `before` and `after` are the messages at the stage's boundaries, None at the ends of the model.
-    Adds to gradients: zero them afterwards. Restores buffers and random numbers. A compiled stage has no B and W, and
-    no workspace of theirs.
+    Leaves no mark (`unchanged`). A compiled stage has no B and W, and no workspace of theirs.
     """
-    with unchanged_stage(stage):
+    with unchanged([stage]):
         stage.begin_step()
         stage.zero_gradients()
         [sizes] = _measured_in_modes(stage, [_Probe(stage, batch, before, after, zeros)], modes)
@@ -158,7 +158,7 @@ def measure_slices(
 
     `samples` and `messages` are those of the slices in their order.
     """
-    with unchanged_stage(stage):
+    with unchanged([stage]):
         stage.begin_step()
         stage.zero_gradients()
         meter = MemoryMeter()
@@ -171,6 +171,9 @@ def measure_slices(
 
 def _measured_in_modes(stage: Stage, probes: Sequence[_Probe], modes: Modes | None) -> list[StageSizes]:
     """Sizes of the slices of a microbatch, which are run forward in their order and backward from the last."""
+    for probe in probes:  # modules make caches in their first forward, which are no activations
+        probe.forward(fused=True)
+    stage.clear()
     sizes = _measured(stage, probes)
     again = {mode: _measured_again(probes, sizes, mode, inside) for mode, inside in (modes or {}).items()}
     return [
@@ -234,17 +237,28 @@ def _measured_again(
 
 
 @contextmanager
-def unchanged_stage(stage: Stage) -> Iterator[None]:
-    """Restore the running statistics and the step count, which a forward changes."""
-    buffers = [(buffer, buffer.clone()) for buffer in stage.module.buffers()]
-    step = stage.random.step if stage.random else 0
-    try:
-        yield
-    finally:
-        for buffer, value in buffers:
-            buffer.copy_(value)
-        if stage.random:
-            stage.random.step = step
+def unchanged(stages: Iterable[Stage], *, gradients: bool = True) -> Iterator[None]:
+    """Context after which stages, their losses and all generators are as before: see `optpipe.runtime.module_state`.
+
+    Gradients, too, unless told otherwise: within the context there are none at first.
+    """
+    stages = list(stages)
+    steps = [(stage.random, stage.random.step) for stage in stages if stage.random]
+    parameters = [parameter for stage in stages for parameter in stage.module.parameters()] if gradients else []
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    with ExitStack() as contexts:
+        for device in {stage.device for stage in stages}:
+            of_device = [root for stage in stages if stage.device == device for root in stage.roots]
+            contexts.enter_context(unchanged_state(of_device, device))
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+            for random, step in steps:
+                random.step = step
 
 
 class _Found(NamedTuple):
@@ -394,14 +408,15 @@ def learn_messages(
     """Determine the spec of the message at each boundary of a model of `count` stages; this process has `stages`.
 
     Runs each stage forward once, the first on `microbatch`, which has the shape of all microbatches, the others on
-    zeros. Collective: all processes call it. Raises TrainingError if a stage's output cannot be a message.
+    zeros, and leaves no mark (`unchanged`). Collective: all processes call it. Raises TrainingError if a stage's output
+    cannot be a message.
     """
     specs: list[Spec] = []
     received = microbatch
     for s in range(count - 1):
         own = None
         if s in stages:
-            with evaluating([stages[s].module]):
+            with unchanged([stages[s]]), evaluating([stages[s].module]):
                 own = _to_data(message_spec(stages[s].evaluate(0, received, target)))
                 stages[s].sequences.clear()
         [spec] = [data for data in gather(own) if data is not None]

@@ -21,6 +21,7 @@ from optpipe.partition import cut_in_name
 from optpipe.profile.measured import Measured
 from optpipe.profile.subject import random_gradient
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
+from optpipe.runtime import module_state, probe
 from optpipe.runtime.loss import Loss, total_loss
 from optpipe.runtime.messages import Tree, leaves, map_leaves, message_spec, size_bytes, spec_text
 from optpipe.runtime.probe import (
@@ -42,7 +43,6 @@ from optpipe.trace.document import Part, assemble
 from optpipe.train.launch import hardware_name
 from optpipe.train.model import Model, moved
 from optpipe.train.result import CheckResult, DeviceMemory
-from optpipe.train.rollback import Snapshot
 from optpipe.train.tasks.base import Batch
 
 LOG = logging.getLogger("optpipe.train")
@@ -61,10 +61,11 @@ AUTOCAST_LIMIT_ON_CPU = 1e-5
 
 
 def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -> CheckResult:
-    """Run one batch twice through the schedule and once through `plain_modules`, and compare.
+    """Run one batch once through `plain_modules` and twice through the schedule, and compare.
 
-    `plain_modules` have the weights of the model and are on its hardware. The schedule runs twice because a leak shows
-    only as memory that is live after both, and once more where stages are compiled. Called by all processes together,
+    `plain_modules` have the weights of the model and are on its hardware. The first run through the schedule is
+    compared; the second, after it, shows peaks and leaks without the caches that modules make at first. Where stages
+    are compiled, it runs once more. Called by all processes together,
     with the same result. Raises TrainingError if no parameter is trainable or an action of the schedule fails.
     """
     if not any(parameter.requires_grad for module in plain_modules for parameter in module.parameters()):
@@ -80,15 +81,6 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
             model.problem.name,
             model.task.name,
         )
-    meters, loss = [MemoryMeter(), MemoryMeter()], math.nan
-    for meter in meters:
-        with unchanged(model):
-            losses = model.run(*model.own_part(batch), meter)
-        loss = model.mean_loss(model.launch.sum(losses))
-    if any(model.launch.gather(not all(stage.splits for stage in model.stages.values()))):
-        with unchanged(model):  # once more: under a meter the code of torch.compile does not run
-            losses = model.run(*model.own_part(batch))
-        loss = model.mean_loss(model.launch.sum(losses))
     plain_batch, autocast = moved(batch, model.hardware), model.config.model.torch_autocast
     next_run = model.step_number * model.config.accumulate + 1  # the pipeline counts a run when it begins
 
@@ -99,13 +91,25 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
         numbers.step = next_run + run
         return numbers.of(own, model.hardware)
 
-    plain_loss = reference_step(plain_modules, model.task.loss, *plain_batch, autocast, drawing)
-    worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
+    with module_state.unchanged([*plain_modules, model.task.loss], model.hardware):
+        plain_loss = reference_step(plain_modules, model.task.loss, *plain_batch, autocast, drawing)
+    first, second, live_bytes = MemoryMeter(), MemoryMeter(), []
+    with unchanged(model):
+        losses = model.run(*model.own_part(batch), first)
+        worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
+        live_bytes.append({d: first.live_bytes[d] for d in model.devices})
+        model.run(*model.own_part(batch), second)
+        live_bytes.append({d: second.live_bytes[d] for d in model.devices})
+    if any(model.launch.gather(not all(stage.splits for stage in model.stages.values()))):
+        with unchanged(model):  # once more: under a meter the code of torch.compile does not run
+            losses = model.run(*model.own_part(batch))
+        worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
+    loss = model.mean_loss(model.launch.sum(losses))
     memory = [
         {
-            "peak_bytes": max(meter.peak_bytes[d] for meter in meters),
+            "peak_bytes": second.peak_bytes[d],
             "planned_peak_bytes": planned[d],
-            "live_bytes": [meter.live_bytes[d] for meter in meters],
+            "live_bytes": [live[d] for live in live_bytes],
             "host_peak_bytes": model.pipeline.host_slabs[d].peak_bytes,
             "schedule_peak_bytes": scheduled[d].peak_bytes if scheduled else None,
             "budget_bytes": scheduled[d].budget_bytes if scheduled else None,
@@ -125,14 +129,13 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
 
 @contextmanager
 def unchanged(model: Model) -> Iterator[None]:
-    """Restore what running the pipeline changes besides gradients: buffers, and the state of random numbers."""
-    buffers, step = Snapshot([stage.module for stage in model.stages.values()], []), model.step_number
-    buffers.take()
-    try:
-        yield
-    finally:
-        buffers.restore()
-        model.step_number = step
+    """Restore what running the pipeline changes besides gradients."""
+    step = model.step_number
+    with probe.unchanged(model.stages.values(), gradients=False):
+        try:
+            yield
+        finally:
+            model.step_number = step
 
 
 def planned_peaks(model: Model, batch: Batch) -> list[int]:
@@ -338,10 +341,10 @@ def _memory_failures(check: CheckResult, model: Model) -> Iterator[str]:
         planned = PlannedMemory(planned_bytes, device.budget_bytes)
         if excess := planned.excess(d, device.peak_bytes, model.config.online.memory_margin):
             yield excess
-        if left := max(device.live_bytes, default=0):
+        if device.left_bytes:
             yield (
-                f"device {d} has {left:,} bytes left alive after a step, but must have none. Maybe a module of its "
-                "stages keeps tensors of its forward."
+                f"device {d} has {device.left_bytes:,} bytes left alive after a step, but must have none. Maybe a "
+                "module of its stages keeps tensors of its forward."
             )
 
 
@@ -397,11 +400,14 @@ def relative_error(difference: float, scale: float) -> float:
 def evaluation_loss(model: Model, first_step: int, count: int) -> float:
     """Mean loss of the batches of `count` steps from `first_step` on, forward alone and in evaluation mode.
 
-    Called by all processes together, between two settled steps, with the same answer.
+    The training is the same as without. Called by all processes together, between two settled steps, with the same
+    answer.
     """
     losses = []
     for step in range(first_step, first_step + count):
-        of_step = model.evaluate(*model.own_part(model.task.batch(step)))
+        own = model.own_part(model.task.batch(step))
+        with unchanged(model):
+            of_step = model.evaluate(*own)
         losses.append(model.mean_loss(model.launch.sum(of_step)))
     return sum(losses) / count
 

@@ -30,6 +30,7 @@ from optpipe.runtime import (
 )
 from optpipe.runtime.gradient_sync import GradientSync, with_groups
 from optpipe.runtime.messages import Spec, Tree, map_leaves, size_bytes
+from optpipe.runtime.probe import unchanged
 from optpipe.runtime.recorder import MemoryMeter, Recorder
 from optpipe.runtime.shapes import SliceMessages
 from optpipe.runtime.shared_parameters import (
@@ -48,7 +49,6 @@ from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
 from optpipe.train.lengths import SizeCosts, Sizes, tokens_of, varied_samples
-from optpipe.train.rollback import Snapshot
 from optpipe.train.tasks import build_task
 from optpipe.train.tasks.base import Batch, Task
 from optpipe.train.update import StepOutcome, SumsLayout, Updates
@@ -485,19 +485,17 @@ class Model:
             names = {name: places for places in self.shared_buffers for number, name in places if number == s}
             if not names:
                 continue
-            snapshot = Snapshot([stage.module], [])
-            snapshot.take()
             buffers = [stage.module.get_buffer(name) for name in names]
             before = [(buffer._version, _digest(buffer)) for buffer in buffers]
             received = microbatch
             if s:  # ones, because zeros would leave a mean that begins with zero as it is
                 received = map_leaves(lambda spec: spec.empty(self.hardware).fill_(spec.has_gradient), messages[s - 1])
-            stage.forward(0, received, target if s == len(messages) else None, offloads=False)
-            stage.clear()
-            for buffer, (name, places), old in zip(buffers, names.items(), before, strict=True):
-                if (buffer._version, _digest(stage.module.get_buffer(name))) != old:
-                    changed.append((s, " = ".join(map(place_text, places))))
-            snapshot.restore()
+            with unchanged([stage]):
+                stage.forward(0, received, target if s == len(messages) else None, offloads=False)
+                stage.clear()
+                for buffer, (name, places), old in zip(buffers, names.items(), before, strict=True):
+                    if (buffer._version, _digest(stage.module.get_buffer(name))) != old:
+                        changed.append((s, " = ".join(map(place_text, places))))
         for rank, found in enumerate(self.launch.gather(changed)):
             for s, places in found:
                 where = f" on rank {rank}" if self.launch.distributed else ""

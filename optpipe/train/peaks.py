@@ -1,8 +1,8 @@
 """Memory peaks while training: metered in a few steps, with a warning where one exceeds plan or budget.
 
-Metering slows each operator (`MemoryMeter`), so all ranks meter the same few steps: the first, the tenth, every
-hundredth, and the first with a new schedule. Sizes that depend on the data, such as the rows that a router sends to an
-expert, change slowly.
+Metering slows each operator (`MemoryMeter`), so all ranks meter the same few steps: the second, the tenth, every
+hundredth, and the first with a new schedule; in the very first, modules make their caches. Sizes that depend on the
+data, such as the rows that a router sends to an expert, change slowly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Peaks(Callback):
         if new:
             self._program, self._planned = self._model.program, self._plan()
         done = step - self._begin
-        metered = self._planned is not None and (new or done == 9 or done % EVERY_STEPS == 0)
+        metered = self._planned is not None and (new or done in (1, 9) or (done > 0 and done % EVERY_STEPS == 0))
         self._meter, self._step = MemoryMeter() if metered else None, step
         return self._meter
 

@@ -125,8 +125,9 @@ class DeviceMemory:
 
     `peak_bytes`: the most that was alive at once (activations, workspace, received messages; not weights, gradients,
     optimizer state). `planned_peak_bytes`: the same by the program's order with the sizes of single ops measured
-    alone, the largest of all microbatches. `live_bytes`: what was still alive after each of two steps, 0 unless
-    something leaks. `host_peak_bytes`: the most that its offloads held on the host.
+    alone, the largest of all microbatches. `live_bytes`: what each of two steps, one after the other, left alive: the
+    first may fill caches, the second leaves 0 unless something leaks. `host_peak_bytes`: the most that its offloads
+    held on the host.
 
     `schedule_peak_bytes`: the peak with the sizes that the schedule was solved for, and `budget_bytes` its budget with
     the messages beside it; None where the schedule is another model's, and where there is no budget.
@@ -138,6 +139,11 @@ class DeviceMemory:
     host_peak_bytes: int
     schedule_peak_bytes: int | None = None
     budget_bytes: int | None = None
+
+    @property
+    def left_bytes(self) -> int:
+        """What leaked in the second step."""
+        return self.live_bytes[-1] if self.live_bytes else 0
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,6 @@ class TrainingResult(Displayed):
         head = ("device", "peak bytes", "planned", "host bytes", "left after a step")
         rows = []
         for d, memory in enumerate(self.check.devices):
-            left_bytes = max(memory.live_bytes, default=0)
-            sizes = (memory.peak_bytes, memory.planned_peak_bytes, memory.host_peak_bytes, left_bytes)
+            sizes = (memory.peak_bytes, memory.planned_peak_bytes, memory.host_peak_bytes, memory.left_bytes)
             rows.append((f"device {d}", *(f"{size:,}" for size in sizes)))
         return Summary("A training run, checked", facts, head, rows)

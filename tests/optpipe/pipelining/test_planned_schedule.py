@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -238,17 +239,17 @@ def in_every_form(microbatches: int) -> Schedule:
 
 
 class Drawing(nn.Module):
-    """A stage that draws random numbers by a function and keeps running statistics; counts its calls."""
+    """A stage that draws from several generators and keeps running statistics; counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh(), nn.Linear(8, 4))
-        self.calls = 0
+        self.calls, self.own = 0, torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         y: Tensor = nn.functional.dropout(self.layers(x), 0.5)
-        return y
+        return y * (1 + np.random.rand() + torch.rand((), generator=self.own))
 
 
 def test_a_recomputation_draws_the_numbers_of_its_f_and_counts_nothing_twice() -> None:
@@ -261,6 +262,7 @@ def test_a_recomputation_draws_the_numbers_of_its_f_and_counts_nothing_twice() -
     found: list[tuple[Any, ...]] = []
     for one in (build_schedule(plain, kept, 0.0, "kept", 0.0), schedule):
         torch.manual_seed(0)
+        np.random.seed(0)
         mine = [PipelineStage(Drawing(), s, 2, torch.device("cpu")) for s in range(2)]
         planned = PlannedSchedule(mine, one, loss_fn=lambda y, t: nn.functional.mse_loss(nn.functional.dropout(y), t))
         losses: list[Tensor] = []
@@ -268,8 +270,7 @@ def test_a_recomputation_draws_the_numbers_of_its_f_and_counts_nothing_twice() -
             outputs = planned.step(x, target=x, losses=losses)
         tensors = [tensor for stage in mine for tensor in stage.submod.state_dict().values()]
         found.append((gradients(mine), losses, outputs, tensors, torch.rand(3)))
-        again = len(planned.program.recomputed)
-        assert sum(stage.submod.calls for stage in mine) - 1 == 2 * (2 * m + again), "and one call to learn shapes"
+        assert sum(stage.submod.calls for stage in mine) == 2 * 2 * m, "nor is the forward counted that learns shapes"
     (one_gradients, *one_rest), (other_gradients, *other_rest) = found
     torch.testing.assert_close(one_gradients, other_gradients)  # one schedule adds them up after others
     torch.testing.assert_close(one_rest, other_rest, rtol=0, atol=0)
@@ -291,6 +292,7 @@ def test_blocks_that_run_again_draw_the_numbers_of_their_f_and_count_nothing_twi
     found: list[Any] = []
     for one in (build_schedule(plain, kept, 0.0, "kept", 0.0), schedule):
         torch.manual_seed(0)
+        np.random.seed(0)
         mine = [PipelineStage(nn.Sequential(Drawing(), Drawing()), s, 2, torch.device("cpu")) for s in range(2)]
         planned = PlannedSchedule(mine, one, loss_fn=nn.functional.mse_loss)
         losses: list[Tensor] = []

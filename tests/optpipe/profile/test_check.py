@@ -69,7 +69,6 @@ def test_the_schedule_really_runs(clock: str, monkeypatch: pytest.MonkeyPatch) -
         assert device.peak_bytes == device.planned_peak_bytes
     for device in check.trace.devices:
         assert all(a.end_us <= b.end_us for a, b in pairwise(device.actions))
-    assert all(parameter.grad is not None for stage in chain.stages.values() for parameter in stage.module.parameters())
 
 
 def smaller(found: Measured, stage: int) -> Measured:

@@ -36,6 +36,7 @@ def allocator_reads(meter: MemoryMeter, monkeypatch: pytest.MonkeyPatch) -> None
 def test_both_ways_agree(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = build_chain(perceptron((WIDTH, 64, 32, WIDTH)), CPU, 4, range(3))
     counted = measure_op_sizes(chain, CPU)[stage].largest
+    chain.stages[stage].zero_gradients()
     with MemoryMeter() as meter, meter.on(0):
         allocator_reads(meter, monkeypatch)
         assert ops._AllocatorProbe(chain, stage, CPU).sizes() == counted

@@ -98,7 +98,7 @@ def test_a_margin_leaves_so_much_of_the_memory_free() -> None:
 def test_a_step_that_exceeds_the_plan_is_said_in_log_and_metrics(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All goes as planned in the first step; in the tenth more rows go to the wide expert."""
+    """All goes as planned in the second step; in the tenth more rows go to the wide expert."""
     metrics = tmp_path / "metrics.jsonl"
     model = ModelConfig(EXPERTS, data=f"{STAGES}:more_and_more")
     config = TrainingConfig(scheduled(problem()), model, output=OutputConfig(metrics=metrics), steps=12)
