@@ -92,10 +92,11 @@ def batch_of(
     microbatches: int | None = None,
     *,
     varies: bool = False,
+    hint: str = "",
 ) -> tuple[list[Tree], list[Tree]]:
     """Call the data callable for a step: inputs and targets, one entry per microbatch, each shaped as in `like`.
 
-    If `varies`, sizes may differ; forms, dtypes and numbers of dimensions may not.
+    If `varies`, sizes may differ; forms, dtypes and numbers of dimensions may not. `hint`: for sizes that may not.
 
     Raises InputError for another return value, or another number than `microbatches` (None: any number above 0).
     """
@@ -120,9 +121,7 @@ def batch_of(
             shape, wanted = spec_text(own), spec_text(expected_spec)
             if shape != wanted and not (varies and alike(own, expected_spec)):
                 detail = f"returns {shape} as {field}[{i}] of step {step}, but {model} returns {wanted}."
-                if alike(own, expected_spec) and microbatches is not None:  # of a training run
-                    detail += " Maybe --lengths varying, where microbatches differ in their sizes."
-                data.refuse("wrong_shape", detail)
+                data.refuse("wrong_shape", detail + (hint if alike(own, expected_spec) else ""))
     return list(inputs), list(targets)
 
 

@@ -89,6 +89,8 @@ def _trained(
     checkpoints = CheckpointCallback(config, model, interrupts, on_written=observers.checkpoint)
     if model.task.loader is not None:
         model.task.loader.read_for(model.stages, len(model.program.placement))
+    if config.evaluate:
+        model.task.batch(config.steps)  # refuses batches that do not fit before the training
     begin = checkpoints.resume()
     watch = Watch(model, config.steps, events, observers.step)
     peaks = Peaks(model, config.online.memory_margin, events, check)

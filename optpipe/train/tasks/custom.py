@@ -20,7 +20,7 @@ from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import leads
 from optpipe.train.lengths import Sizes, tokens_of
 from optpipe.train.tasks.base import Batch
-from optpipe.train.tasks.loader import LoadedBatches
+from optpipe.train.tasks.loader import VARYING, LoadedBatches
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -106,8 +106,9 @@ class OwnStages:
         inputs, targets = [self._inputs] * self._microbatches, [self._targets] * self._microbatches
         if self._data is not None:
             like = (self._inputs, self._targets)
+            hint = VARYING if isinstance(self._loss, PerToken) else " Maybe pad them to one size."
             inputs, targets = batch_of(
-                self._data, step, self._model.name, like, self._microbatches, varies=self._model.varies
+                self._data, step, self._model.name, like, self._microbatches, varies=self._model.varies, hint=hint
             )
         if isinstance(self._loss, PerToken):
             targets = self._loss.with_tokens(targets, self.loader.tokens if self.loader else int)

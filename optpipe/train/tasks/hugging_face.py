@@ -20,7 +20,7 @@ from optpipe.train.launch import leads
 from optpipe.train.lengths import DrawnLengths, Sizes
 from optpipe.train.tasks.base import Batch
 from optpipe.train.tasks.gpt import VOCABULARY, Batches, standard_library_text
-from optpipe.train.tasks.loader import LoadedBatches
+from optpipe.train.tasks.loader import VARYING, LoadedBatches
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -162,7 +162,7 @@ class HuggingFaceBatches:
         assert self._data is not None, "there is text or data"
         assert self._like is not None, "the first batch was read"
         first = "the first microbatch of step 0"
-        return batch_of(self._data, step, first, self._like, self._microbatches, varies=self._varies)
+        return batch_of(self._data, step, first, self._like, self._microbatches, varies=self._varies, hint=VARYING)
 
     def identity(self) -> dict[str, Any]:
         """JSON values that tell these batches from others."""

@@ -4,25 +4,35 @@ A loader is read in its order, again from its beginning when it is through. What
 function of seed, replica and epoch, so the processes of a replica that read it (those with the first or the last stage)
 read the same, and a run that is resumed reads on where the checkpoint was written: by the loader's own state, if it has
 `state_dict` and `load_state_dict` as torchdata's `StatefulDataLoader`, else by reading up to there again.
+
+Microbatches are of one shape, unless lengths vary. What can be known of that is said before training: the last batch of
+an epoch is made ahead where the loader has a length, and those for evaluation are read.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from optpipe.errors import CheckpointError
-from optpipe.profile.subject import Named
-from optpipe.runtime.messages import Tree
+from optpipe.profile.subject import Named, check_tensors
+from optpipe.runtime.messages import Spec, Tree, leaves, message_spec, spec_text
+from optpipe.runtime.module_state import unchanged
+from optpipe.runtime.shapes import alike
 from optpipe.train.config import TrainingConfig
-from optpipe.train.launch import Launch
+from optpipe.train.launch import CPU, Launch
 
 YIELDS = "(inputs, target) or a dict with labels, of one microbatch"
 """Items of a loader, for messages."""
+
+VARYING = " Maybe --lengths varying, where microbatches differ in their sizes."
+"""Hint for a loss that counts its tokens."""
 
 
 class LoadedBatches:
@@ -43,6 +53,7 @@ class LoadedBatches:
         evaluated = config.model.evaluation_loader
         self._build_evaluation = Named("loader", evaluated) if evaluated else None
         self._reader: _Reader | None = None
+        self._like: Spec | None = None
         self._reads = self._reads_targets = True
         self._training = False
         self._step = -1
@@ -110,7 +121,10 @@ class LoadedBatches:
         if step != self._step:
             assert step == self._step + 1, "steps are in order"
             reader = self._of_replica()
-            self._last, self._step = [reader.next() for _ in range(self._microbatches)], step
+            read = [reader.next() for _ in range(self._microbatches)]
+            for item in read:
+                self._check(self._build, item, f"in step {step}")
+            self._last, self._step = read, step
         return self._last
 
     def _of_evaluation(self, batch: int) -> list[tuple[Tree, Tree]]:
@@ -120,7 +134,10 @@ class LoadedBatches:
             return []
         if not self._evaluated:
             reader = _Reader(self._build_evaluation, self._config.seed, self._launch.replica, self._launch.replicas)
-            self._evaluated = [[reader.next() for _ in range(self._microbatches)] for _ in range(self._config.evaluate)]
+            read = [[reader.next() for _ in range(self._microbatches)] for _ in range(self._config.evaluate)]
+            for item in (item for batch in read for item in batch):
+                self._check(self._build_evaluation, item, "to evaluate")
+            self._evaluated = read
         return self._evaluated[batch]
 
     def _first_step(self) -> tuple[list[Any], list[Any]]:
@@ -130,8 +147,40 @@ class LoadedBatches:
         for replica in wanted:
             reader = _Reader(self._build, config.seed, replica, replicas)
             read[replica] = [reader.next() for _ in range(self._microbatches)]
+            if self._like is None:
+                self._like = message_spec(read[replica][0])
+            for item in read[replica]:
+                self._check(self._build, item, "in step 0")
+            self._check_last_of_epoch(reader)
         read.setdefault(0, read[own])  # of which only the first is looked at, for its shape
         return self._placed(read)
+
+    def _check(self, build: Named, item: tuple[Tree, Tree], where: str) -> None:
+        """Raise InputError unless a microbatch has the shapes of the first one, or sizes may vary."""
+        for part in item:
+            check_tensors(build.name, "a microbatch", part, "loader")
+        if (found := message_spec(item)) != self._like and not self._is_varied(found):
+            build.refuse(
+                "wrong_shape",
+                f"returns {spec_text(found)} {where}, but {self.name} returned {spec_text(self._like)} first."
+                f"{_hint(found, self._like)}",
+            )
+
+    def _check_last_of_epoch(self, reader: _Reader) -> None:
+        """Raise InputError if the run comes to a last batch of an epoch that is smaller than the others."""
+        ahead = reader.last_of_epoch()
+        if ahead is None or ahead[0] >= self._config.steps * self._microbatches:
+            return
+        number, item = ahead
+        if (found := message_spec(item)) != self._like and not self._is_varied(found):
+            self._build.refuse(
+                "wrong_shape",
+                f"will return {spec_text(found)} in step {number // self._microbatches}, at the end of its epoch, but "
+                f"{self.name} returned {spec_text(self._like)} first.{_hint(found, self._like)}",
+            )
+
+    def _is_varied(self, found: Spec) -> bool:
+        return self._config.model.varies and alike(found, self._like)
 
     def _placed(self, of_replicas: dict[int, list[tuple[Tree, Tree]]]) -> tuple[list[Any], list[Any]]:
         none: list[Any] = [(None, None)] * self._microbatches
@@ -160,6 +209,33 @@ class _Reader:
         if item is None:
             self._build.refuse("empty", f"returns a loader that yields nothing in epoch {self._epoch}.")
         return self._split(item)
+
+    def last_of_epoch(self) -> tuple[int, tuple[Tree, Tree]] | None:
+        """Number and contents of the last batch of an epoch, if it has fewer rows than others and can be made ahead."""
+        loader = self._loader
+        if isinstance(loader, Sequence) and loader:
+            return len(loader) - 1, self._split(loader[-1])
+        batches = getattr(loader, "batch_sampler", None)
+        if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler or batches.drop_last:
+            return None
+        if isinstance(loader.dataset, IterableDataset):
+            return None
+        try:
+            with unchanged([batches.sampler], CPU), self._drawing(0, -2):
+                full, left = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
+                if not left:
+                    return None
+                [item] = DataLoader(
+                    loader.dataset,
+                    batch_sampler=[list(islice(batches.sampler, left))],
+                    collate_fn=loader.collate_fn,
+                    num_workers=min(loader.num_workers, 1),  # a data set may open files in each of its processes
+                    worker_init_fn=loader.worker_init_fn,
+                    multiprocessing_context=loader.multiprocessing_context,
+                )
+        except Exception:  # of the user's, which the epoch itself shows where it happens
+            return None
+        return full, self._split(item)
 
     def state(self) -> dict[str, Any]:
         """Position, and what the loader says of itself."""
@@ -225,6 +301,17 @@ class _Seeded:
 
     def __exit__(self, *_error: object) -> None:
         torch.default_generator.set_state(self._before)
+
+
+def _hint(found: Spec, like: Spec) -> str:
+    """Likely fix of a microbatch's sizes."""
+    rows, wanted = ({leaf.shape[:1] for leaf in leaves(spec)} for spec in (found, like))
+    if len(rows) != 1 or len(wanted) != 1 or not all(map(tuple, rows | wanted)):
+        return ""
+    [[rows], [wanted]] = *rows, *wanted
+    if rows < wanted:
+        return " Maybe drop_last=True in its DataLoader: the last batch of an epoch has fewer rows."
+    return f" Maybe batch_size={wanted} in its DataLoader." if rows > wanted else " Maybe pad them to one size."
 
 
 def encode(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 ROWS, ITEMS = 2, 14
 """Rows of a microbatch, and of the data: seven microbatches an epoch, which no step divides."""
@@ -51,6 +51,48 @@ def stateful(replica: int, _replicas: int) -> Any:
 
 def evaluated(replica: int, _replicas: int) -> DataLoader[Any]:
     return DataLoader(Rows(replica), batch_size=ROWS)
+
+
+def uneven(replica: int, _replicas: int, **options: Any) -> DataLoader[Any]:
+    """Thirteen rows: six microbatches and a half."""
+    return DataLoader(Subset(Drawing(replica), range(13)), batch_size=ROWS, shuffle=True, **options)
+
+
+def dropping(replica: int, replicas: int) -> DataLoader[Any]:
+    return uneven(replica, replicas, drop_last=True)
+
+
+def repeating(replica: int, replicas: int) -> DataLoader[Any]:
+    """Fills the last microbatch."""
+
+    def collate(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        rows = (rows * ROWS)[:ROWS]
+        return tuple(map(torch.stack, zip(*rows, strict=True)))
+
+    return uneven(replica, replicas, collate_fn=collate)
+
+
+def listed(replica: int, replicas: int) -> list[Any]:
+    return list(uneven(replica, replicas))
+
+
+class Finite(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([Rows(0)[n] for n in range(13)])
+
+
+def streaming(_replica: int, _replicas: int) -> DataLoader[Any]:
+    return DataLoader(Finite(), batch_size=ROWS)
+
+
+def wider(replica: int, _replicas: int) -> DataLoader[Any]:
+    return DataLoader(Rows(replica), batch_size=2 * ROWS)
+
+
+def wider_from_seven(step: int) -> tuple[list[Tensor], list[Tensor]]:
+    """For the evaluation of a run of seven steps, twice the rows."""
+    rows = ROWS if step < 7 else 2 * ROWS
+    return [torch.zeros(rows, 3)] * 4, [torch.zeros(rows, 1)] * 4
 
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):

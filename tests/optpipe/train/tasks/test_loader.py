@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from instances.schedules import one_f_one_b
 from optpipe.errors import CheckpointError, InputError, RunFailedError
 from optpipe.models.packing import PackedTokens
-from optpipe.train import CheckpointConfig, ModelConfig, TrainingConfig, train
+from optpipe.train import CheckpointConfig, ModelConfig, StepReport, TrainingConfig, train
 from optpipe.train.launch import Launch
 from optpipe.train.tasks.loader import LoadedBatches, decode, encode
 from tests.optpipe.train.tasks import loaders
@@ -90,6 +91,55 @@ def test_what_is_no_loader_is_refused(loader: str, message: str) -> None:
     with pytest.raises(InputError) as refused:
         train(config_of(loader))
     assert message in str(refused.value)
+
+
+ROWS_2, ROWS_1 = r"\(float32\[2, 3\], float32\[2, 1\]\)", r"\(float32\[1, 3\], float32\[1, 1\]\)"
+OWN = re.escape(loaders.__name__)
+SMALLER = rf"{OWN}:\w+ returned {ROWS_2} first\. Maybe drop_last=True in its DataLoader"
+WIDER = rf"returns \(float32\[4, 3\].* to evaluate, but {OWN}:shuffled returned {ROWS_2} first\. "
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_of("uneven"), rf"will return {ROWS_1} in step 1, at the end of its .*{SMALLER}"),
+        (config_of("listed"), rf"will return {ROWS_1} in step 1, at the end of its .*{SMALLER}"),
+        (replace(config_of("shuffled", evaluation_loader=f"{loaders.__name__}:wider"), evaluate=1), WIDER + "Maybe b"),
+        (
+            replace(config_of("shuffled", evaluation_loader=f"{loaders.__name__}:streaming"), evaluate=2),
+            rf"returns {ROWS_1} to evaluate, but {SMALLER}",
+        ),
+        (
+            TrainingConfig(
+                one_f_one_b(2, 4),
+                ModelConfig(f"{loaders.__name__}:build", data=f"{loaders.__name__}:wider_from_seven"),
+                steps=7,
+                evaluate=1,
+            ),
+            r"returns float32\[4, 3\] as inputs\[0\] of step 7, but .* returns float32\[2, 3\]\. Maybe pad",
+        ),
+    ],
+    ids=["last of an epoch", "last of a list", "wider evaluation", "last of an evaluation", "evaluation of a callable"],
+)
+def test_sizes_that_do_not_fit_are_refused_before_the_training(config: TrainingConfig, message: str) -> None:
+    reports: list[StepReport] = []
+    with pytest.raises(InputError, match=message):
+        train(config, reports.append)
+    assert not reports
+
+
+@pytest.mark.parametrize(
+    ("loader", "steps"), [("uneven", 1), ("dropping", 7), ("repeating", 7)], ids=["not reached", "dropped", "filled"]
+)
+def test_a_last_batch_that_fits_or_is_not_read_is_no_error(loader: str, steps: int) -> None:
+    assert len(train(replace(config_of(loader), steps=steps)).losses) == steps
+
+
+def test_a_smaller_batch_of_a_loader_without_a_length_leaves_the_checkpoint_of_the_step_before(tmp_path: Path) -> None:
+    config = replace(config_of("streaming"), checkpoints=CheckpointConfig(tmp_path, every_steps=1))
+    with pytest.raises(InputError, match=rf"returns {ROWS_1} in step 1, but {SMALLER}"):
+        train(config)
+    assert len(train(replace(config, steps=1)).losses) == 0, "step 0 is in the checkpoint"
 
 
 def test_a_state_that_cannot_be_written_or_is_of_other_replicas_is_refused(tmp_path: Path) -> None:
