@@ -110,7 +110,8 @@ class PlannedSchedule:
         gets the loss of each microbatch on the rank of the last stage; `loss_kwargs` are passed on to `loss_fn`.
 
         Returns the merged outputs on the rank of the last stage if `return_outputs`, else None. Raises TrainingError
-        where arguments do not fit, or where an action of the schedule fails: its message shows which.
+        where arguments do not fit, or where an action of the schedule fails: its message shows which. Raises
+        RunFailedError where another process has ended.
         """
         if self._loss_fn is not None and not torch.is_grad_enabled():
             raise TrainingError("step() computes gradients, but runs under torch.no_grad(). Maybe call eval().")
@@ -319,7 +320,7 @@ class PlannedSchedule:
             self._messages = learn_messages(
                 stages, len(self._program.placement), batch.args[0], None, self._gather_specs()
             )
-        except (TrainingError, dist.DistError):
+        except OptPipeError:
             raise
         except Exception as error:
             raise TrainingError(

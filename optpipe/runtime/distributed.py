@@ -23,21 +23,24 @@ from torch import Tensor
 
 from optpipe.compile.program import SENDS, Program
 from optpipe.runtime.messages import MessageSpec
-from optpipe.runtime.transport import Receipt
+from optpipe.runtime.transport import Receipt, peer_errors
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> list[Any]:
     """Gather a JSON value from each process of `group` (None: of all), by rank, in every process.
 
+    Raises RunFailedError if one has ended or does not answer in time.
+
     `device` holds the transferred text: a GPU for a group of NCCL, by default the CPU. `all_gather_object` would pickle
     the values, so that anyone who can write to a socket of this process could run code in it.
     """
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(text)], device=device), group)
-    longest = max(int(length) for length in lengths)
-    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
-    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group)
+    with peer_errors("what all processes tell one another"):
+        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(lengths, torch.tensor([len(text)], device=device), group)
+        longest = max(int(length) for length in lengths)
+        texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
+        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group)
     return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optpipe.costs import BACKWARD_OF
-from optpipe.errors import TrainingError
+from optpipe.errors import RunFailedError, TrainingError
 from optpipe.mode_names import IN_LOW_PRECISION, without_offload
 from optpipe.problem import Problem
 from optpipe.runtime.activations import HostSlab
@@ -21,6 +21,7 @@ from optpipe.runtime.module_state import unchanged as unchanged_state
 from optpipe.runtime.recorder import MemoryMeter
 from optpipe.runtime.shapes import MessageShapes
 from optpipe.runtime.stage import Stage, evaluating
+from optpipe.runtime.transport import is_peer_error
 from optpipe.stage import UnitStage
 
 
@@ -409,18 +410,29 @@ def learn_messages(
 
     Runs each stage forward once, the first on `microbatch`, which has the shape of all microbatches, the others on
     zeros, and leaves no mark (`unchanged`). Collective: all processes call it. Raises TrainingError if a stage's output
-    cannot be a message.
+    cannot be a message. What a stage raises is raised in its process, and a TrainingError that names it in all others.
     """
     specs: list[Spec] = []
     received = microbatch
     for s in range(count - 1):
-        own = None
+        own, failure = None, None
         if s in stages:
-            with unchanged([stages[s]]), evaluating([stages[s].module]):
-                own = _to_data(message_spec(stages[s].evaluate(0, received, target)))
+            try:
+                with unchanged([stages[s]]), evaluating([stages[s].module]):
+                    own = _to_data(message_spec(stages[s].evaluate(0, received, target)))
+            except Exception as error:
+                if is_peer_error(error):  # of a wrapper, whose processes share the stage
+                    text = f"what stages[{s}] exchanges with other processes did not come: {error}. Maybe one has ended"
+                    raise RunFailedError(f"{text}: see what it printed.") from error
+                own, failure = {"failure": f"{type(error).__name__}: {error}"}, error
+            finally:
                 stages[s].sequences.clear()
-        [spec] = [data for data in gather(own) if data is not None]
-        specs.append(_from_data(spec))
+        [(rank, found)] = [(rank, data) for rank, data in enumerate(gather(own)) if data is not None]
+        if failure is not None:
+            raise failure
+        if "failure" in found:
+            raise TrainingError(f"stages[{s}] of rank {rank} failed at the first microbatch: {found['failure']}")
+        specs.append(_from_data(found))
         received = None
         if s + 1 in stages:
             empty = map_leaves(partial(MessageSpec.empty, device=stages[s + 1].device), specs[-1])

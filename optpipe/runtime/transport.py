@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from optpipe.errors import RunFailedError
@@ -242,6 +243,11 @@ class _Pair:
 def _event_of_current_stream(device: torch.device) -> torch.cuda.Event:
     event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return event
+
+
+def is_peer_error(error: Exception) -> bool:
+    """True for an error of a process group. Those of gloo are plain RuntimeErrors, which name its source files."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 @contextmanager

@@ -120,8 +120,7 @@ class Launch:
         """
         if not self.distributed:
             return [value]
-        with peer_errors("what all processes tell one another"):
-            return gather_json(value)
+        return gather_json(value)
 
     def broadcast(self, value: Any) -> Any:
         """JSON value of rank 0, in every process; the values that other ranks pass are ignored."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from instances.schedules import OFFLOAD
+from instances.schedules import OFFLOAD, one_f_one_b
 from optpipe.export.torch_csv import torch_csv
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, schedule_text
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.ranks import RunRanks
 from tests.recomputing import EXECUTABLE, random_executable
@@ -19,6 +19,7 @@ from tests.recomputing import EXECUTABLE, random_executable
 pytestmark = pytest.mark.torchrun
 
 WORKER = Path(__file__).parent / "same_program_worker.py"
+FAILING = Path(__file__).parent / "failing_worker.py"
 MOST = {"float32": 1e-6, "float64": 1e-12}
 
 
@@ -86,3 +87,26 @@ def test_gradients_losses_and_outputs_are_those_of_torchs_classes(
         for case, errors in zip(cases, results, strict=True):
             assert errors.keys() == {"whole", "in_lists"}
             assert max(errors.values()) <= MOST[case["dtype_name"]], (rank, case, errors)
+
+
+def test_a_rank_that_fails_in_the_first_call_is_named_by_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """First rank 1 raises, then it ends: the others neither wait for it nor blame their own stages."""
+    path = tmp_path / "schedule.json"
+    path.write_text(schedule_text(one_f_one_b(3, 3)))
+    ended = run_ranks.each(FAILING, 3, str(path), str(tmp_path), timeout_seconds=60)
+    assert [rank.code for rank in ended] == [0, 9, 0]
+    found = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*-[0-2].json")}
+    assert {name: error["kind"] for name, error in found.items()} == {
+        "raises-0": "TrainingError",
+        "raises-1": "TrainingError",
+        "raises-2": "TrainingError",
+        "dies-0": "RunFailedError",
+        "dies-2": "RunFailedError",
+    }
+    for other in ("raises-0", "raises-2"):
+        text = "stages[1] of rank 1 failed at the first microbatch: ValueError: the layer broke"
+        assert found[other]["text"] == text
+    assert found["raises-1"]["text"].startswith("a stage of rank 1 failed at the first microbatch")
+    for other in ("dies-0", "dies-2"):
+        assert found[other]["text"].startswith("what all processes tell one another did not come:")
+        assert found[other]["text"].endswith("Maybe another process has ended: see what it printed.")
