@@ -299,7 +299,7 @@ class ReadSubmission(_Answer):
     microbatches: int
     config: JobConfig
     body_hash: str
-    digest: str = Field(description="SHA-256 of the problem's text.")
+    digest: str = Field(description="`text_digest` of the problem.")
     equality_key: str
     time_us: float
 

@@ -7,7 +7,6 @@ that all modules are loaded. Started by `api.process_pool.HeavyProcess` as
 
 from __future__ import annotations
 
-import hashlib
 import json
 import resource
 import sys
@@ -33,7 +32,7 @@ from optpipe.export.chrome_trace import chrome_trace
 from optpipe.export.torch_csv import torch_csv
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
-from solver.cache import canonical_form, rebuild_schedule
+from solver.cache import canonical_form, rebuild_schedule, text_digest
 from solver.process import claim_stdout, end_with_parent
 from solver.process.parent import load_verifier
 
@@ -64,7 +63,7 @@ def _parsed(submission: SubmissionBody) -> bytes:
         microbatches=submission.problem.microbatches,
         config=submission.config,
         body_hash=hash_submission(submission).hex(),
-        digest=hashlib.sha256(text).hexdigest(),
+        digest=text_digest(text).hex(),
         equality_key=form.key,
         time_us=float(form.time_us),
     )

@@ -268,9 +268,8 @@ class Problem(Displayed, Document):
         if self.slice_count > 1 and any(stage.slice_gradient_bytes for stage in self.stages):
             return True
         # The lists as they stand: a count of a million slices without lists builds nothing.
-        used = {
-            id(factors): factors for factors in (stage.slice_factors or self.slices.factors for stage in self.stages)
-        }
+        own = (stage.slice_factors for stage in self.stages)
+        used = {id(factors): factors for factors in (self.slices.factors if one is None else one for one in own)}
         lists = [getattr(factors, name) or () for factors in used.values() for name in SliceFactors.model_fields]
         return any(factor != 1 for entries in lists for factor in entries)
 

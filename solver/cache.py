@@ -144,12 +144,19 @@ def _sizes_bytes(stage: Stage) -> list[int]:
     return sizes
 
 
+FORMAT = "cache-2"
+"""The folder's name, and a part of every digest. A new one forgets all proofs, here and in the service's database:
+needed where a bound turns out to have been wrong."""
+
+
+def text_digest(text: bytes) -> bytes:
+    """Digest under which the service keeps its answer to a problem given as this text."""
+    return hashlib.sha256(FORMAT.encode() + b"\n" + text).digest()
+
+
 def _digest(data: Data) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return text_digest(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hex()
 
-
-FORMAT = "cache-1"
-"""The folder's name. A new one forgets all proofs: needed where a bound turns out to have been wrong."""
 
 MAX_ENTRY_BYTES = 16 * 2**20
 MAX_BYTES = 256 * 2**20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from api.jobs.results import Answer, Built, Equality
 from api.jobs.tables import answers, documents, events, idempotency_keys, incumbents, jobs, schedules, solved_problems
 from api.settings import Settings
 from optpipe.problem import Objective, Problem
-from solver.cache import rebuild_schedule
+from solver.cache import rebuild_schedule, text_digest
 
 
 class Submissions:
@@ -151,7 +150,7 @@ async def _find_idempotent(connection: AsyncConnection, request: Request) -> Job
 class SubmittedProblem(ABC):
     """A problem as it is stored, and the work on it that takes longer than an event loop may wait.
 
-    `text` is the problem's JSON, `digest` the text's SHA-256.
+    `text` is the problem's JSON, `digest` the `text_digest` of it.
     """
 
     text: str
@@ -177,7 +176,7 @@ class ParsedProblem(SubmittedProblem):
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self.text, self.name, self.objective = problem.to_json(), problem.name, problem.objective
-        self.digest = hashlib.sha256(self.text.encode()).digest()
+        self.digest = text_digest(self.text.encode())
         self.devices, self.stages = len(problem.devices), len(problem.stages)
         self.microbatches = problem.microbatches
 

@@ -208,8 +208,9 @@ def _leave_out_for_units(problem: Problem, kept: Sequence[int], data: dict[str, 
             while max(shape) > MAX_FACTOR:
                 shape = [share / 1000 for share in shape]
             shapes[k] = shape
-            factors = stage.get("slice_factors") or problem.slices.factors.to_data()
-            stage["slice_factors"] = factors | {"transfer": [_rounded_down(share) for share in shape]}
+            own = problem.stages[kept[k]].slice_factors
+            factors = problem.slices.factors if own is None else own
+            stage["slice_factors"] = factors.to_data() | {"transfer": [_rounded_down(share) for share in shape]}
     data["transfer_us"] = [
         {way: _base(least[way][k], shapes[sender]) for way, sender in (("forward", k), ("backward", k + 1))}
         for k in range(len(boundaries))

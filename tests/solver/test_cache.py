@@ -112,6 +112,18 @@ def test_the_better_schedule_and_the_higher_bound_stay(cache: Cache) -> None:
     assert found.cpu_seconds == 1
 
 
+def test_a_new_format_forgets_all_proofs(
+    cache: Cache, optimal: Schedule, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither a file of the cache nor a row of the service is found under the digests of another format."""
+    cache.store(optimal, "auto", 60)
+    before = canonical_form(optimal.problem).key, module.text_digest(b"{}")
+    monkeypatch.setattr(module, "FORMAT", "cache-0")
+    assert Cache(tmp_path).lookup(optimal.problem) is None
+    after = canonical_form(optimal.problem).key, module.text_digest(b"{}")
+    assert all(old != new for old, new in zip(before, after, strict=True))
+
+
 @pytest.mark.parametrize("damage", [lambda b: b[:-5], lambda b: b"", lambda b: b.replace(b"F0.0", b"F0.1", 1)])
 def test_a_damaged_file_counts_as_absent(cache: Cache, optimal: Schedule, damage: Callable[[bytes], bytes]) -> None:
     cache.store(optimal, "auto", 60)

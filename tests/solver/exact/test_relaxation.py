@@ -338,6 +338,25 @@ def test_parts_of_slices_and_unequal_microbatches_wait_no_longer_than_the_whole(
     assert judged >= 3
 
 
+@pytest.mark.parametrize("own", [None, {}, {"bytes": [1, 1]}])
+def test_a_stage_of_a_part_keeps_its_own_factors_of_slices(own: dict[str, list[float]] | None) -> None:
+    """Lists that a stage leaves out are all 1, those of the problem hold only where it gives none at all."""
+    data = uniform(3, 4, transfer_us=1).to_data()
+    slower = {"forward": [1, 4], "backward_input": [1, 4], "backward_weight": [1, 4]}
+    data["slices"] = {"count": 2, "factors": slower}
+    data["stages"][0]["slice_factors"] = own
+    problem = Problem.from_data(data)
+    part = projected(problem, [0, 2])
+    for kept, of_classes in zip((0, 2), part.unit_stages, strict=True):
+        for unit in range(problem.units):
+            for kind in ("F", "B", "W"):
+                whole = problem.stage_of(kept, unit)
+                assert of_classes[part.unit_class[unit]].duration_us(kind) == whole.duration_us(kind)
+    start = start_of(problem)
+    assert start is not None
+    assert bound_of(problem, start) <= start.value_us
+
+
 def test_parts_of_causal_slices_wait_exactly_as_long_as_the_whole() -> None:
     """Without transfers, F and B of one shape: what is left out is a delay of each slice by itself."""
     problem = instance("q-p4-m4-n4-fused-b8")
