@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise, product
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -236,11 +238,12 @@ class _Search(Incumbent):
 
         The first question is for the bound itself, each further one goes on in longer strides, but never beyond the
         middle. Those far below the optimum are soon refuted, those far above it soon answered; where neither happens in
-        a part of the time left, the rest is spent above.
+        a part of the time left, the rest is spent above. None is asked twice: `least_us`, the next one from below, is
+        exact, while the bound is rounded, with times of many digits to less than what was just refuted.
         """
         limits = self.limits.part(CLIMB)
         work_left = limits.deterministic_limit
-        stride, least = 0, 0
+        stride, least_us = 0, Fraction(0)
         while self.value_us < float("inf") and not self._done:
             grid = TimeGrid.of(self.problem, self.horizon_us)
             if grid.exact:  # for spans as fine as it takes to refute all that is below the value
@@ -248,7 +251,7 @@ class _Search(Incumbent):
             self.raise_bound(grid.raised_us(self.bound_us))
             if not grid.exact or self._done:
                 return
-            first = max(-(-grid.bound_ticks(self.bound_us) // grid.step), least)
+            first = ceil(max(Fraction(grid.bound_ticks(self.bound_us)), least_us * grid.ticks_per_us) / grid.step)
             ahead = grid.ticks_up(self.value_us) // grid.step - first
             if ahead <= 0:
                 return
@@ -268,10 +271,10 @@ class _Search(Incumbent):
             work_left = None if work_left is None else max(work_left - work, 0.0)
             if status == cp_model.INFEASIBLE:
                 self.raise_bound(grid.proved_us(ticks + grid.step))
-            elif status == cp_model.UNKNOWN:
-                least = steps + 1
-            elif self.value_us >= before_us:
+            elif status != cp_model.UNKNOWN and self.value_us >= before_us:
                 return
+            if status in (cp_model.INFEASIBLE, cp_model.UNKNOWN):
+                least_us = Fraction(ticks + grid.step) / grid.ticks_per_us
             if limits.seconds >= limits.time_limit_s if work_left is None else work_left < LEAST_WORK:
                 return
             stride = 2 * stride + 1

@@ -16,6 +16,7 @@ from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.bounds.device import Paths
+from solver.exact.cp_sat import model as module
 from solver.exact.cp_sat.model import Options, build_model, configured_solver, solve_cp_sat, solve_unless_cancelled
 from solver.exact.cp_sat.variables import Variables
 from solver.exact.ticks import TimeGrid
@@ -142,6 +143,39 @@ def test_copies_that_outlast_every_schedule_and_times_of_many_digits_do_no_harm(
     start = Solution(orders, value_us, lower_bound_us(problem))
     answer = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=0.2), start, lambda _: None)
     assert answer.value_us < value_us
+
+
+@pytest.mark.parametrize("objective", ["makespan", "device_span"])
+def test_climb_asks_nothing_twice_where_ticks_have_more_digits_than_bounds(
+    objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question is refuted at no cost: with no progress of its own the climb would ask the first one for ever."""
+    problem = uniform(2, 2, objective=objective, transfer_us=2042652752.39).to_data()
+    for stage in problem["stages"]:
+        stage |= {"forward_us": 1571626773.394, "backward_input_us": 689602980.316, "backward_weight_us": 0.001}
+    problem = Problem.from_data(problem)
+    orders = serial_orders(problem)
+    assert orders is not None
+    asked_us: list[float] = []
+
+    def build(problem: Problem, grid: TimeGrid, reach_us: float, bound_us: float, options: Options) -> Variables:
+        variables = build_model(problem, grid, reach_us, bound_us, options)
+        add = variables.model.add
+
+        def noted(constraint: cp_model.BoundedLinearExpression) -> cp_model.Constraint:
+            asked_us.append(grid.us(constraint.bounds.max() - grid.step + 1))
+            assert len(asked_us) < 1000
+            return add(constraint)
+
+        monkeypatch.setattr(variables.model, "add", noted)
+        return variables
+
+    monkeypatch.setattr(module, "build_model", build)
+    monkeypatch.setattr(module, "solve_unless_cancelled", lambda *_: (cp_model.INFEASIBLE, 0.0))
+    start = Solution(orders, simulate(problem, orders).value_us, lower_bound_us(problem))
+    limits = Limits(float("inf"), workers=1, deterministic_limit=1.0)
+    solve_cp_sat(problem, limits, start, lambda _: None)
+    assert asked_us == sorted({*asked_us})
 
 
 def test_a_cancel_that_comes_while_the_model_is_built() -> None:
