@@ -440,6 +440,11 @@ class Problem(Displayed, Document):
         """True if some stage has activation modes besides `kept` and `offload`."""
         return any(stage.modes for stage in self.stages)
 
+    def with_microbatches(self, count: int) -> Self:
+        """The problem with another number of microbatches, all of them alike (`has_factors` is False)."""
+        assert not self.has_factors, "which microbatches are left out, or come more than once, is not said"
+        return self.from_data(self.to_data() | {"microbatches": count, "microbatch_factors": None})
+
     def without_modes(self) -> Self:
         """The problem in which every activation is kept, or offloaded whole."""
         data = self.to_data()

@@ -70,7 +70,7 @@ def adapt_orders(
         return orders if _value_us(problem, orders) is not None else None
     if problem.has_factors or problem.slice_count > 1:  # then a steady state is not the same for every unit
         return None
-    source = problem.from_data(problem.to_data() | {"microbatches": microbatches})
+    source = problem.with_microbatches(microbatches)
     if microbatches != problem.microbatches and plan_s > allowed_s:
         return None
     try:

@@ -165,8 +165,8 @@ MAX_AGE_S = 90 * 24 * 3600.0
 MAX_NEIGHBOURS = 8
 """Neighbours that are tried as starts, those with the most similar number of microbatches first."""
 
-_NO_ORDERS = (ValueError, TypeError, LookupError, AttributeError)
-"""Errors of reading orders from JSON of another shape."""
+_NO_ORDERS = (OptPipeError, ValueError, TypeError, LookupError, AttributeError)
+"""Errors of reading orders from JSON of another shape, and of judging those that are none of the problem."""
 
 
 def default_folder() -> Path:
@@ -211,7 +211,7 @@ def rebuild_schedule(
     try:
         read = orders_from_data(json.loads(orders) if isinstance(orders, str) else orders)
         return build_schedule(problem, read, bound_us, method, solve_seconds)
-    except (OptPipeError, *_NO_ORDERS):
+    except _NO_ORDERS:
         return None
 
 

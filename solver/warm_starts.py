@@ -54,7 +54,7 @@ def repeated_published(make: Callable[[Problem], Orders], problem: Problem) -> O
     few = ROUNDS * devices + problem.microbatches % devices
     if problem.microbatches < MANY * few:
         raise MethodError(f"{problem.microbatches} microbatches are too few to repeat a period of {few}.")
-    short = problem.from_data(problem.to_data() | {"microbatches": few})
+    short = problem.with_microbatches(few)
     orders = make(short)
     more = problem.microbatches - few
     for group in (1, 2, devices):

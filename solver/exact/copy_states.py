@@ -323,8 +323,7 @@ class PartTimes:
     def of(self, microbatches: int, low: int) -> OpTimes | None:
         """Heads and tails in the pipeline from stage `low` on; None where no schedule keeps the budgets."""
         if (microbatches, low) not in self._times:
-            own = {"microbatches": microbatches, "microbatch_factors": None}  # all of them are 1, if there are any
-            part = from_stage(Problem.from_data(self.problem.to_data() | own), low)
+            part = from_stage(self.problem.with_microbatches(microbatches), low)
             self._times[microbatches, low] = op_times(UnitCosts.of(part))
         return self._times[microbatches, low]
 

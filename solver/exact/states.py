@@ -127,8 +127,7 @@ class Dolls:
         """A bound in ticks for the last `count` microbatches without a search."""
         if count < self.problem.microbatches and self.problem.objective == "device_span":
             return self.known[count]  # the largest span may be that of another device
-        own = {"microbatches": count, "microbatch_factors": None}  # all of them are 1, if there are any
-        bound_us = lower_bound_us(Problem.from_data(self.problem.to_data() | own))
+        bound_us = lower_bound_us(self.problem.with_microbatches(count))
         return max(self.known[count], floor(bound_us * (1 - 1e-11) / self.unit_us))
 
     @property

@@ -198,7 +198,7 @@ Kind = Callable[[Problem], Lists]
 def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """The best list schedule within the budgets, if it is better than the start."""
     few = min(problem.microbatches, SHORT * len(problem.stages))
-    short = problem.from_data(problem.to_data() | {"microbatches": few}) if few < problem.microbatches else problem
+    short = problem.with_microbatches(few) if few < problem.microbatches else problem
     best = start
 
     def offer(kind: Kind, trials: Trials, choice: Choice) -> None:

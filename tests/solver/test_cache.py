@@ -230,6 +230,13 @@ def test_neighbours_are_valid_starts(cache: Cache) -> None:
         assert simulation.value_us <= simulate(problem, published_orders(METHODS["1f1b"], problem)).value_us
 
 
+def test_neighbours_of_a_problem_whose_factors_are_all_1(cache: Cache) -> None:
+    for microbatches in (8, 12):
+        alike = uniform(4, microbatches, budget=8, microbatch_factors=[{"time": 1}] * microbatches)
+        cache.store(of_method(alike, "1f1b"), "auto", 60)
+    assert len(cache.neighbours(alike)) == 1
+
+
 def test_what_is_old_or_too_much_goes(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [uniform(2, m) for m in (2, 3, 4)]
     for age_s, problem in zip((module.MAX_AGE_S + 10, 100.0, 0.0), kept, strict=True):

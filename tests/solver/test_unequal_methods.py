@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from optpipe.errors import MethodError
 from optpipe.problem import Problem
+from optpipe.simulate import simulate
 from optpipe.verify import verify
+from solver import searches
+from solver.adapt import adapt_orders
 from solver.limits import Limits
 from solver.methods import METHODS
+from solver.serial import serial_orders
+from solver.solution import Solution
 from solver.solve import solve
+from solver.warm_starts import repeated_published
+from tests.recomputing import recomputing
 from tests.unequal import times, unequal
 
 PROBLEMS = {
@@ -46,6 +55,39 @@ def test_searches_that_know_nothing_of_units_refuse_them() -> None:
             if method.search and ability in ("slices", "factors", "free_order") and not getattr(method, ability):
                 with pytest.raises(MethodError, match=f"^{name} "):
                     solve(problem, name, Limits(time_limit_s=10))
+
+
+ALIKE = {
+    "modes": recomputing(2, 40, budget=14),
+    "offload": unequal(2, 40, budget=8, offload={"bytes": 2, "offload_us": 1, "reload_us": 1}),
+    "plain": unequal(2, 40, budget=8),
+}
+
+
+@pytest.mark.parametrize("problem", ALIKE)
+@pytest.mark.parametrize("search", ["pattern", "ada-offload", "repeated", "adapted"])
+def test_factors_of_1_say_nothing(search: str, problem: str) -> None:
+    """Searches that begin with fewer microbatches make the same of a problem whose factors are all 1."""
+    plain = ALIKE[problem]
+    ones = plain.from_data(plain.to_data() | {"microbatch_factors": times(*[1] * plain.microbatches)})
+
+    def outcome(problem: Problem) -> Any:
+        limits = Limits(float("inf"), workers=1, deterministic_limit=0.02)
+        orders = serial_orders(problem)
+        assert orders is not None
+        start = Solution(orders, simulate(problem, orders).value_us)
+        if search == "repeated":
+            make = METHODS["1f1b"].orders
+            assert make is not None
+            return repeated_published(make, problem.without_modes()).devices
+        if search == "adapted":
+            few = problem.with_microbatches(20)
+            return adapt_orders(problem, serial_orders(few) or orders, few.microbatches) is not None
+        run = searches.modulo if search == "pattern" else searches.in_flight
+        answer = run(problem, limits, start, lambda _: None)
+        return answer.value_us, answer.bound_us
+
+    assert outcome(ones) == outcome(plain)
 
 
 def test_1f1b_of_unequal_microbatches_in_their_order() -> None:

@@ -74,7 +74,7 @@ def _search_plans(
 ) -> Solution:
     """Orders of plans, ever fewer of them for ever longer."""
     few = min(problem.microbatches, FEW * len(problem.devices))
-    short = problem.from_data(problem.to_data() | {"microbatches": few}) if few < problem.microbatches else problem
+    short = problem.with_microbatches(few) if few < problem.microbatches else problem
     sizes = [len(plans) >> halved for halved in range(len(plans).bit_length())]
     counted = limits.deterministic_limit is not None
     best, turn = start, 0

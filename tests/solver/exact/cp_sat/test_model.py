@@ -150,10 +150,10 @@ def test_climb_asks_nothing_twice_where_ticks_have_more_digits_than_bounds(
     objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each question is refuted at no cost: with no progress of its own the climb would ask the first one for ever."""
-    problem = uniform(2, 2, objective=objective, transfer_us=2042652752.39).to_data()
-    for stage in problem["stages"]:
+    data = uniform(2, 2, objective=objective, transfer_us=2042652752.39).to_data()
+    for stage in data["stages"]:
         stage |= {"forward_us": 1571626773.394, "backward_input_us": 689602980.316, "backward_weight_us": 0.001}
-    problem = Problem.from_data(problem)
+    problem = Problem.from_data(data)
     orders = serial_orders(problem)
     assert orders is not None
     asked_us: list[float] = []
