@@ -4,6 +4,7 @@ JobError
 ├── NotFoundError              no such job or key, or it is somebody else's
 ├── ConflictError              the job's status does not allow it
 ├── IdempotencyMismatchError   the Idempotency-Key was used with another body
+├── KeyEndedError              the caller's key was revoked or expired while it waited
 ├── TooManyError               a cap of the caller's key is reached
 ├── NoScheduleError            the job has no schedule (yet)
 ├── BadCursorError             the cursor is none that a list gave out
@@ -67,6 +68,11 @@ def unprocessable(code: str, detail: str, pointer: str = "") -> HttpError:
     return http_error(HTTPStatus.UNPROCESSABLE_ENTITY, code, detail, pointer)
 
 
+def unauthorized(code: str, detail: str) -> HttpError:
+    """An error of the caller's key, or of its absence."""
+    return http_error(HTTPStatus.UNAUTHORIZED, code, detail, headers={"WWW-Authenticate": "Bearer"})
+
+
 def retry_later(status: HTTPStatus, code: str, detail: str, retry_after_s: float) -> HttpError:
     """An error that passes by itself; the answer says after how many whole seconds to come again."""
     return http_error(status, code, detail, headers={"Retry-After": str(max(1, ceil(retry_after_s)))})
@@ -98,6 +104,10 @@ class ConflictError(JobError):
 
 class IdempotencyMismatchError(JobError):
     """This Idempotency-Key came with another body before."""
+
+
+class KeyEndedError(JobError):
+    """The key of a call was revoked, or expired, while the call waited."""
 
 
 class TooManyError(JobError):

@@ -25,7 +25,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import DatabaseGoneError, Fault, HttpError, http_error
+from api.errors import DatabaseGoneError, Fault, HttpError, http_error, unauthorized
 from api.jobs.records import ApiKey
 from api.metrics import Metrics
 from api.problem_details import LONGEST_ECHO, job_error, problem_response
@@ -337,11 +337,11 @@ class RequireKey:
         scheme, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
         try:
             if scheme.lower() != "bearer" or not secret:
-                raise _refusal("no_key", "this needs a key: send the header 'Authorization: Bearer KEY'.")
+                raise unauthorized("no_key", "this needs a key: send the header 'Authorization: Bearer KEY'.")
             key = await service.store.verify_key(secret.strip()) if len(secret) <= LONGEST_SECRET else None
             if key is None:
                 detail = "this key is not known, has expired, or was revoked. Maybe a character is missing."
-                raise _refusal("bad_key", detail)
+                raise unauthorized("bad_key", detail)
             if key.scope == "read" and scope["method"] not in READING and scope["path"] not in READING_PATHS:
                 detail = "this key may only read. Maybe ask for one with the scope 'submit'."
                 raise http_error(HTTPStatus.FORBIDDEN, "scope", detail)
@@ -351,10 +351,6 @@ class RequireKey:
             return
         scope["optpipe.key"] = key
         await self.app(scope, receive, send)
-
-
-def _refusal(code: str, detail: str) -> HttpError:
-    return http_error(HTTPStatus.UNAUTHORIZED, code, detail, headers={"WWW-Authenticate": "Bearer"})
 
 
 async def _owner(request: Request) -> UUID | None:

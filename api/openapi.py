@@ -43,6 +43,37 @@ def describe(app: FastAPI, keys_required: bool) -> None:
     app.openapi = lambda: document  # type: ignore[method-assign]
 
 
+_HEADERS: dict[str, dict[str, Any]] = {
+    "X-Request-ID": {
+        "description": "Names this request in the server's log: the caller's own, if it sent a plain one.",
+        "schema": {"type": "string"},
+    },
+    "Retry-After": {"description": "Seconds after which to try again.", "schema": {"type": "integer", "minimum": 1}},
+    "RateLimit": {
+        "description": 'Submissions that are left to this key, and seconds until the next: `"submissions";r=599;t=60`.',
+        "schema": {"type": "string"},
+    },
+    "RateLimit-Policy": {
+        "description": 'Submissions of a key in a window of seconds: `"submissions";q=600;w=60`.',
+        "schema": {"type": "string"},
+    },
+    "ETag": {"description": "Of the content; send it as If-None-Match.", "schema": {"type": "string"}},
+    "Location": {"description": "Path of the job.", "schema": {"type": "string"}},
+    "WWW-Authenticate": {"description": "`Bearer`.", "schema": {"type": "string"}},
+    "Allow": {"description": "The methods that the path takes.", "schema": {"type": "string"}},
+}
+"""Headers of responses, each described once, among the document's components."""
+
+
+def headers(*names: str) -> dict[str, Any]:
+    """OpenAPI headers of a response, by name."""
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+
+
+SUBMITTED = ("Location", "RateLimit", "RateLimit-Policy")
+"""Headers of the answer to a submission."""
+
+
 def _document(app: FastAPI, keys_required: bool) -> dict[str, Any]:
     document = get_openapi(
         title=app.title, version=app.version, summary=app.summary, routes=app.routes, openapi_version="3.1.0"
@@ -50,6 +81,11 @@ def _document(app: FastAPI, keys_required: bool) -> dict[str, Any]:
     _, definitions = models_json_schema([(model, "validation") for model in _DOCUMENTS], ref_template=_REFERENCE)
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(definitions["$defs"])
+    components["headers"] = _HEADERS
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            for response in operation["responses"].values():
+                response["headers"] = headers("X-Request-ID") | response.get("headers", {})
     if keys_required:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
@@ -76,6 +112,8 @@ _WHY = {
     503: "Too busy, or the database is gone; Retry-After says when to try again.",
 }
 
+_ERROR_HEADERS = {401: ("WWW-Authenticate",), 405: ("Allow",), 429: ("Retry-After",), 503: ("Retry-After",)}
+
 ANYWHERE = (401, 403, 405, 413, 421, 429, 500, 503)
 """Error statuses of every route."""
 WITH_BODY = (400, 408, 415, 422)
@@ -89,6 +127,7 @@ def errors(*statuses: int) -> Responses:
         status: {
             "description": f"{HTTPStatus(status).phrase}. {_WHY[status]}",
             "content": {MEDIA_TYPE: {"schema": schema}},
+            "headers": headers(*_ERROR_HEADERS.get(status, ())),
         }
         for status in sorted({*ANYWHERE, *statuses})
     }

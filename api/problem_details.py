@@ -22,12 +22,14 @@ from api.errors import (
     HttpError,
     IdempotencyMismatchError,
     JobError,
+    KeyEndedError,
     NoScheduleError,
     NotFoundError,
     TooManyError,
     http_error,
     input_error,
     retry_later,
+    unauthorized,
 )
 from optpipe.errors import InputError
 
@@ -139,5 +141,7 @@ def job_error(error: JobError) -> HttpError:
     if isinstance(error, DatabaseGoneError):
         code = "database_full" if isinstance(error, DatabaseFullError) else "database_gone"
         return retry_later(HTTPStatus.SERVICE_UNAVAILABLE, code, str(error), error.retry_after_s)
+    if isinstance(error, KeyEndedError):
+        return unauthorized("bad_key", str(error))
     status, code = _STATUS_OF[type(error)]
     return http_error(status, code, str(error))

@@ -48,8 +48,9 @@ class Settings(BaseSettings):
     max_queued_jobs: int = Field(default=1000, ge=1)
     """Jobs of one key that may wait or run at a time."""
     max_submissions_a_minute: int = Field(default=600, ge=1)
-    """Jobs that one key may submit in any sixty seconds."""
-
+    """Jobs that one key may submit, or have tried again, in any sixty seconds."""
+    max_stored_bytes: int = Field(default=4 * 2**30, ge=1)
+    """Bytes of problems, schedules, notes and events that are stored for the jobs of one key."""
     max_heavy_seconds_a_minute: float = Field(default_factory=lambda: 30.0 * available_cores(), gt=0)
     """Seconds that analyses, comparisons, pictures and large bodies of one key may take in any sixty."""
     max_running_jobs: int | None = Field(default=None, ge=1)
@@ -58,7 +59,7 @@ class Settings(BaseSettings):
     keep_jobs_days: float = Field(default=30.0, gt=0)
     """Ended jobs are removed after this many days."""
     keep_jobs: int = Field(default=10_000, ge=0)
-    """Maximum number of ended jobs; the oldest are removed first."""
+    """Maximum number of ended jobs of one key; its oldest are removed first."""
 
     serve_worker: bool = True
     """`optpipe serve` starts a worker, which solves several jobs at a time; false: all workers run elsewhere."""

@@ -39,10 +39,9 @@ LEADER_LOCK = 0x6F70747069706533
 class Lease:
     """A job that a worker has taken up. `best`: its row of `incumbents`, from an earlier attempt.
 
-    `alone`: the worker was lost before with this job, so it takes no other one beside it. `followed`: it has waited for
-    the end of an equal job, whose schedule may be its answer. `share`: 0 for the primary worker; 1 and up for its
-    helpers, which begin `begun_s` later. A helper writes in the primary worker's name, so that its lease ends with the
-    primary's.
+    `alone`: the worker was lost before with this job, so it takes no other one beside it. `share`: 0 for the primary
+    worker; 1 and up for its helpers, which begin `begun_s` later. A helper writes in the primary worker's name, so that
+    its lease ends with the primary's.
     """
 
     job_id: UUID
@@ -53,7 +52,6 @@ class Lease:
     config_data: Mapping[str, Any]
     best: AnyRow | None
     alone: bool
-    followed: bool = False
     share: int = 0
     begun_s: float = 0.0
 
@@ -134,7 +132,7 @@ async def _claim(
 _leaders = jobs.alias("leaders")
 
 FOLLOWED_FOR_S = 5.0
-"""Longest wait of a job for another one beyond its own time limit."""
+"""Longest wait of a job for others, one after another, beyond its own time limit."""
 
 
 def _limit_s(job: FromClause) -> ColumnElement[float]:
@@ -142,14 +140,15 @@ def _limit_s(job: FromClause) -> ColumnElement[float]:
 
 
 def _may_go_on() -> ColumnElement[bool]:
-    """Condition for a held job: the one that it follows no longer runs, or has taken too long."""
+    """Condition for a held job: the one that it follows no longer runs, or it was held for too long."""
     runs = exists().where(_leaders.c.id == jobs.c.leader, _leaders.c.status == "running")
     patience = func.make_interval(0, 0, 0, 0, 0, 0, _limit_s(jobs) + FOLLOWED_FOR_S)
-    return ~runs | (queue.UPDATED_AT + patience < func.now())
+    return ~runs | (jobs.c.held_at + patience < func.now())
 
 
 async def _find_leader(connection: AsyncConnection, job: AnyRow) -> UUID | None:
-    """A running job whose schedule will answer this one within its time limit; None where there is none.
+    """A running job whose schedule will answer this one within its time limit, all its waits for others included; None
+    where there is none.
 
     It is of an equal problem, with the same method, seed and threads, no less time and no larger gap.
 
@@ -163,6 +162,7 @@ async def _find_leader(connection: AsyncConnection, job: AnyRow) -> UUID | None:
     # Not `now`, the start of this transaction: the other one may have begun its job while this one waited for the lock.
     passed_s = cast(func.extract("epoch", func.clock_timestamp() - _leaders.c.started_at), Double)
     left_s = _limit_s(_leaders) - passed_s
+    held_s = 0.0 if job.held_at is None else func.extract("epoch", func.clock_timestamp() - job.held_at)
     leader = select(_leaders.c.id).where(
         _leaders.c.equality == job.equality,
         _leaders.c.status == "running",
@@ -170,7 +170,7 @@ async def _find_leader(connection: AsyncConnection, job: AnyRow) -> UUID | None:
         *same,
         _limit_s(_leaders) >= config["time_limit_s"],
         cast(_leaders.c.config["gap"], Double) <= config["gap"],
-        left_s <= config["time_limit_s"],
+        left_s + held_s <= config["time_limit_s"],
         _leaders.c.id.is_distinct_from(job.leader),
     )
     found: UUID | None = (
@@ -213,7 +213,8 @@ async def _take(
     if leader is not None:
         await queue.give_back(connection, queue_id)
         await queue.hold(connection, queue_id)
-        held = update(jobs).where(jobs.c.id == job_id).values(leader=leader)
+        held_at = func.coalesce(jobs.c.held_at, func.clock_timestamp())
+        held = update(jobs).where(jobs.c.id == job_id).values(leader=leader, held_at=held_at)
         await connection.execute(held)
         return None
     begun = func.coalesce(jobs.c.started_at, func.now())
@@ -225,7 +226,7 @@ async def _take(
         method = METHODS.get(row.config.get("method", "auto"))
         if method is not None and method.kind != "published":
             await queue.ask_for_help(connection, job_id, (row.config.get("workers", 1) - 1) // threads)
-    return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept, row.lost > 0, row.leader is not None)
+    return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept, row.lost > 0)
 
 
 @dataclass(frozen=True)
@@ -287,9 +288,10 @@ async def _improve(connection: AsyncConnection, lease: Lease, known: AnyRow, fou
         await results.keep_orders(connection, row, found)
     elif bound_us > known.bound_us:
         bound_us = min(bound_us, known.value_us)
-        await change_job(connection, lease.job_id, "bound", found, bound_us=bound_us)
+        row = await change_job(connection, lease.job_id, "bound", found, bound_us=bound_us)
         kept = incumbents.update().where(incumbents.c.job_id == lease.job_id)
-        await connection.execute(kept.values(bound_us=bound_us))
+        # Its document has the bound, so it is another document: callers know it by the revision.
+        await connection.execute(kept.values(bound_us=bound_us, revision=row.revision))
 
 
 async def end(engine: AsyncEngine, lease: Lease, result: JobResult, heartbeats: int = 0) -> None:
@@ -300,6 +302,7 @@ async def end(engine: AsyncEngine, lease: Lease, result: JobResult, heartbeats: 
     values: dict[str, Any] = {"status": result.status, "worker": None, "queue_id": None, "finished_at": func.now()}
     values |= {"reason": result.reason, "stopped_by": result.stop_reason, "error": result.error}
     values |= {"budgets_bytes": list(result.budgets_bytes) if result.budgets_bytes is not None else None}
+    values |= {"schedule_bytes": len(text.encode())}
     async with transaction(engine) as connection:
         await queue.remove(connection, lease.queue_id, "canceled" if result.status == "cancelled" else "successful")
         await queue.end_help(connection, lease.job_id)

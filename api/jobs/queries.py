@@ -101,11 +101,13 @@ AS_NEW: dict[str, Any] = {
     "finished_at": None,
     "lost": 0,
     "leader": None,
+    "held_at": None,
     "cancel_requested": False,
     "reason": None,
     "stopped_by": None,
     "error": None,
     "budgets_bytes": None,
+    "schedule_bytes": 0,
 }
 """New values of an ended job that is queued again, apart from `queue_id`."""
 
@@ -255,23 +257,35 @@ KEEP_DOCUMENTS = timedelta(hours=1)
 KEEP_ANSWERS = timedelta(days=90)
 KEEP_WORKERS = timedelta(days=1)
 MOST_ANSWERS = 10_000
+MOST_ANSWER_BYTES = 2**30
+"""Solutions kept of the problems that one key was the first to have solved."""
 
 
 async def remove_old(engine: AsyncEngine, settings: Settings) -> int:
-    """Remove ended jobs beyond the retention limits with all their rows, and unused solutions; the number of jobs."""
+    """Remove ended jobs beyond the retention limits with all their rows, and unused solutions; the number of jobs.
+
+    What exceeds a number is counted for each key, so that none pushes out what is another's.
+    """
     async with transaction(engine) as connection:
         free = await connection.execute(text("SELECT pg_try_advisory_xact_lock(:lock)"), {"lock": RETENTION_LOCK})
         if not free.scalar():
             return 0
         ended = select(jobs.c.id).where(jobs.c.finished_at.is_not(None))
         too_old = ended.where(jobs.c.finished_at < func.now() - timedelta(days=settings.keep_jobs_days))
-        too_many = ended.order_by(jobs.c.finished_at.desc(), jobs.c.id).offset(settings.keep_jobs)
+        newest_jobs = (jobs.c.finished_at.desc(), jobs.c.id)
+        place = func.row_number().over(partition_by=jobs.c.owner, order_by=newest_jobs)
+        places = ended.add_columns(place.label("place")).subquery()
+        too_many = select(places.c.id).where(places.c.place > settings.keep_jobs)
         removed = 0
         for which in (too_old, too_many):
             result = await connection.execute(delete(jobs).where(jobs.c.id.in_(which.limit(REMOVED_AT_ONCE))))
             removed += result.rowcount
         used = solved_problems.c.used_at
-        beyond = select(solved_problems.c.key).order_by(used.desc()).offset(MOST_ANSWERS)
+        newest: dict[str, Any] = {"partition_by": solved_problems.c.owner, "order_by": used.desc()}
+        size_bytes = func.octet_length(solved_problems.c.orders)
+        figures = func.row_number().over(**newest).label("place"), func.sum(size_bytes).over(**newest).label("bytes")
+        kept = select(solved_problems.c.key, *figures).subquery()
+        beyond = select(kept.c.key).where((kept.c.place > MOST_ANSWERS) | (kept.c.bytes > MOST_ANSWER_BYTES))
         unused = (used < func.now() - KEEP_ANSWERS) | solved_problems.c.key.in_(beyond)
         await connection.execute(delete(solved_problems).where(unused))
         old = documents.c.written_at < func.now() - KEEP_DOCUMENTS

@@ -92,8 +92,6 @@ _rows = table(
     column("updated"),
     column("heartbeat"),
 )
-UPDATED_AT = _rows.c.updated
-"""Time at which a row was last picked, given back or held."""
 _IS_HELD = _rows.c.entrypoint.startswith(HELD)
 _IS_JOB: ColumnElement[bool] = ~_rows.c.entrypoint.startswith(_HELP)
 _QUEUED: ColumnElement[str] = literal_column("'queued'")

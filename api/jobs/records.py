@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,10 +24,29 @@ def _method(name: str) -> str:
     return name
 
 
+_UNPRINTABLE = frozenset({"Cc", "Cs", "Zl", "Zp"})
+"""Categories of Unicode: control characters, halves of surrogate pairs, line and paragraph separators."""
+
+_REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Controls of bidirectional text, which reorder what stands around them: a name can look like another one."""
+
+
+def is_printable(text: str) -> bool:
+    """True for one line of text that can be stored and shown.
+
+    Unlike `str.isprintable` this takes no-break spaces, joiners (in emoji, and in the scripts of India and Iran) and
+    characters that are newer than Python's tables.
+    """
+    return not any(unicodedata.category(character) in _UNPRINTABLE or character in _REORDERING for character in text)
+
+
 def _plain(text: str) -> str:
-    if not text.isprintable():
-        raise reject("not_printable", "holds a control character or half of a surrogate pair")
+    if not is_printable(text):
+        raise reject("not_printable", _NOT_PRINTABLE)
     return text
+
+
+_NOT_PRINTABLE = "holds a control character, one that reorders text, or half of a surrogate pair"
 
 
 Label = Annotated[str, Field(max_length=200), AfterValidator(_plain)]
@@ -33,8 +54,8 @@ Tag = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain)]
 
 
 def _plain_lines(text: str) -> str:
-    if not all(line.replace("\t", " ").isprintable() for line in text.split("\n")):
-        raise reject("not_printable", "holds a control character or half of a surrogate pair")
+    if not all(is_printable(line.replace("\t", " ")) for line in re.split("\r?\n", text)):
+        raise reject("not_printable", _NOT_PRINTABLE)
     return text
 
 

@@ -73,13 +73,16 @@ class Built:
 class Answer:
     """The stored schedule of a problem given as text, with the figures for a job that it answers.
 
-    `document` is its digest. Times are the problem's own.
+    `document` is its digest, `orders` are what it was made of. Times are the problem's own.
     """
 
     document: bytes
     value_us: float
     bound_us: float
     bubble: float | None
+    method: str
+    solve_seconds: float
+    orders: str
 
     @property
     def status(self) -> Literal["optimal", "feasible"]:
@@ -93,7 +96,10 @@ class Answer:
 
 
 _ANSWER = Statement(
-    select(answers, solved_problems.c.asked, solved_problems.c.worker_s, solved_problems.c.used_at)
+    select(
+        answers,
+        *(solved_problems.c[name] for name in ("asked", "worker_s", "used_at", "method", "solve_seconds", "orders")),
+    )
     .join(solved_problems, solved_problems.c.key == answers.c.key)
     .where(answers.c.problem == bindparam("problem"))
 )
@@ -106,7 +112,8 @@ async def find_answer(connection: AsyncConnection, problem: bytes, config: JobCo
     if row is None:
         return None
     await _use(connection, row)
-    known = Answer(row.document, row.value_us, row.bound_us, row.bubble)
+    figures = row.value_us, row.bound_us, row.bubble
+    known = Answer(row.document, *figures, row.method, row.solve_seconds, row.orders)
     return known if is_good_enough(known, row, config) else None
 
 
@@ -146,34 +153,42 @@ def stop_reason(answer: Answer | Schedule, config: JobConfig) -> StopReason | No
     return "gap" if answer.gap <= config.gap else "time"
 
 
-async def remember_answer(connection: AsyncConnection, row: Any, problem: bytes, built: Built) -> Answer | None:
-    """Write the document that was made of a row, as the answer to the problem with this digest from now on.
+async def write_answer(connection: AsyncConnection, row: Any, problem: bytes, built: Built) -> Answer:
+    """Write the document that was made of a row, as the answer to the problem with this digest.
 
-    None where the row has changed meanwhile.
+    It is found when the problem comes again word for word, until one with other words comes, or the row changes.
     """
+    document = await write_document(connection, built.text)
+    figures = {"value_us": built.value_us, "bound_us": built.bound_us, "bubble": built.bubble}
     same = [solved_problems.c[name] == getattr(row, name) for name in ("key", "orders", "bound")]
-    if (await connection.execute(select(solved_problems.c.key).where(*same).with_for_update())).one_or_none() is None:
-        return None
-    known = Answer(await write_document(connection, built.text), built.value_us, built.bound_us, built.bubble)
-    await connection.execute(delete(answers).where((answers.c.key == row.key) | (answers.c.problem == problem)))
-    await connection.execute(insert(answers).values(problem=problem, key=row.key, **vars(known)))
-    return known
+    if (await connection.execute(select(solved_problems.c.key).where(*same).with_for_update())).one_or_none():
+        await connection.execute(delete(answers).where((answers.c.key == row.key) | (answers.c.problem == problem)))
+        await connection.execute(insert(answers).values(problem=problem, key=row.key, document=document, **figures))
+    return Answer(document, **figures, method=row.method, solve_seconds=row.solve_seconds, orders=row.orders)
 
 
-async def find_warm_start(connection: AsyncConnection, key: str) -> Orders | None:
-    """Orders of an equal problem, to start a search from."""
-    row = (await connection.execute(select(solved_problems.c.orders).where(solved_problems.c.key == key))).one_or_none()
+def warm_start(row: Any) -> Orders | None:
+    """Orders of a row, to start a search from."""
     try:
-        return orders_from_data(json.loads(row.orders)) if row else None
+        return orders_from_data(json.loads(row.orders))
     except (ValueError, TypeError, KeyError):
         return None  # see `solver.cache.rebuild_schedule`
 
 
 async def keep_solution(
-    connection: AsyncConnection, schedule: Schedule, equality: Equality, requested_method: str, cpu_seconds: float
+    connection: AsyncConnection,
+    schedule: Schedule,
+    equality: Equality,
+    requested_method: str,
+    cpu_seconds: float,
+    job_id: UUID,
 ) -> None:
-    """Keep a verified schedule that `requested_method` found in `cpu_seconds` (time limit x threads), unless a better
-    one is stored. The higher bound is kept in either case."""
+    """Keep a verified schedule that `requested_method` found for a job in `cpu_seconds` (time limit x threads), unless
+    a better one is stored. The higher bound is kept in either case.
+
+    A solution counts among those of the key whose job was the first to find one.
+    """
+    owner = select(jobs.c.owner).where(jobs.c.id == job_id).scalar_subquery()
     new = insert(solved_problems).values(
         key=equality.key,
         asked=requested_method,
@@ -183,6 +198,7 @@ async def keep_solution(
         method=schedule.method,
         solve_seconds=schedule.solve_seconds,
         orders=json.dumps(orders_to_data(schedule.orders), separators=(",", ":")),
+        owner=owner,
     )
     old, given = solved_problems.c, new.excluded
     better = tuple_(given.value, -given.worker_s) <= tuple_(old.value, -old.worker_s)

@@ -252,13 +252,15 @@ class Run:
                 await self._store(lambda: self._end(outcome))
             return
         self._best = prepared.best
-        if self.lease.followed and await self._end_like_leader(prepared):
-            return
-        starts = [prepared.best.orders] if prepared.best else []
+        known = None
         with suppress(DatabaseGoneError):
             async with transaction(self._workplace.engine) as connection:
-                equal = await results.find_warm_start(connection, prepared.equality.key)
-            starts += [equal] if equal else []
+                known = await results.find_solution(connection, prepared.equality.key)
+        if known is not None and await self._end_as_known(prepared, known):
+            return
+        starts = [prepared.best.orders] if prepared.best else []
+        equal = results.warm_start(known) if known is not None else None
+        starts += [equal] if equal else []
         task = SolveRequest(
             prepared.problem,
             prepared.config,
@@ -278,13 +280,12 @@ class Run:
             await asyncio.wait([solving])
         await self._conclude(prepared, solving)
 
-    async def _end_like_leader(self, prepared: Prepared) -> bool:
-        """End the job with the schedule of the equal one that it has waited for; False where that one will not do."""
-        row = None
-        with suppress(DatabaseGoneError):
-            async with transaction(self._workplace.engine) as connection:
-                row = await results.find_solution(connection, prepared.equality.key)
-        if row is None:
+    async def _end_as_known(self, prepared: Prepared, row: AnyRow) -> bool:
+        """End the job with the solution of an equal problem, which was solved while this one waited.
+
+        False where that one will not do, and where the job is tried again: that asks for another search.
+        """
+        if self.lease.share or self.lease.attempt > 1:
             return False
         known = prepared.problem, prepared.equality, prepared.config
         found = await self._meanwhile_beating(results.build_equal, row, *known)
@@ -437,4 +438,6 @@ class Run:
         cpu_seconds = cpu_seconds_given(config.time_limit_s, threads, result.limit, schedule.solve_seconds)
         with suppress(DatabaseGoneError):
             async with transaction(self._workplace.engine) as connection:
-                await results.keep_solution(connection, schedule, prepared.equality, config.method, cpu_seconds)
+                await results.keep_solution(
+                    connection, schedule, prepared.equality, config.method, cpu_seconds, self.lease.job_id
+                )

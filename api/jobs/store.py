@@ -25,7 +25,7 @@ from uuid import UUID, uuid4
 
 from sqlalchemy import ColumnElement, Double, bindparam, cast, func, insert, literal, select, text, tuple_, update
 
-from api.errors import BadCursorError, ConflictError, DatabaseGoneError, NotFoundError
+from api.errors import BadCursorError, ConflictError, DatabaseGoneError, KeyEndedError, NotFoundError
 from api.jobs import feed, queries, queue, results
 from api.jobs.database import OUTAGE, Listener, Statement, for_reading, make_engine, transaction
 from api.jobs.feed import FeedBatch, FeedPosition
@@ -47,6 +47,7 @@ from api.jobs.records import (
     Sort,
     Status,
     Submission,
+    is_printable,
 )
 from api.jobs.rounds import Rounds
 from api.jobs.submit import ParsedProblem, Request, Submissions, SubmittedProblem, load_usage
@@ -169,7 +170,7 @@ class Store:
             .select_from(jobs.outerjoin(places, places.c.id == jobs.c.queue_id))
             .limit(limit + 1)
         )
-        if not (tag or "").isprintable() or not name.isprintable():
+        if not is_printable(tag or "") or not is_printable(name):
             return Page([], None, 0 if count else None)  # no job can have it, and PostgreSQL refuses such text
         wanted = [] if all_keys else [queries.of_owner(owner)]
         if status is not None:
@@ -242,18 +243,23 @@ class Store:
             await connection.execute(jobs.delete().where(jobs.c.id == job_id))
             await notify(connection, CHANGED, str(job_id))
 
-    async def retry(self, job_id: UUID, owner: UUID | None = None) -> Job:
-        """Queue an ended job again; it begins from its best schedule. Raises NotFoundError, TooManyError;
-        ConflictError where it has not ended."""
+    async def retry(self, job_id: UUID, owner: UUID | None = None) -> Submission:
+        """Queue an ended job again; it begins from its best schedule, and counts as a submission.
+
+        Raises NotFoundError, TooManyError; ConflictError where it has not ended.
+        """
         async with transaction(self._engine) as connection:
             job = await queries.locked(connection, job_id, owner)
             if job.finished_at is None:
                 raise ConflictError(f"job {job_id} is {job.status}, and only one that has ended can be tried again.")
-            (await load_usage(connection, self.settings, owner)).check()
+            usage = await load_usage(connection, self.settings, owner)
+            usage.check()
             await connection.execute(schedules.delete().where(schedules.c.job_id == job_id))
             queue_id = await queue.enqueue(connection, job_id, owner, job.config["priority"])
             await change_job(connection, job_id, "status", queue_id=queue_id, **queries.AS_NEW)
-            return await queries.job(connection, job_id, owner)
+            usage.add(waits=True)
+            await usage.store(connection)
+            return Submission(await queries.job(connection, job_id, owner), created=False, rate=usage.rate())
 
     async def best_revision(self, job_id: UUID, owner: UUID | None = None) -> BestRevision:
         """Revision of the best schedule so far. Raises NotFoundError, NoScheduleError."""
@@ -275,10 +281,9 @@ class Store:
         """The events with a revision above `after`, in order; where there is none yet, wait up to `wait_s` for one.
 
         The last event of a job that has ended is a terminal `status`. Raises NotFoundError (also for a job that is
-        removed meanwhile, or where `key`, by default the owner's, is revoked or expired).
+        removed meanwhile, or where `key`, with which they are read, is revoked or expired).
         """
         until = time.monotonic() + wait_s
-        key = key or owner
         with self._told(str(job_id), _revocation(key)) as told:
             while True:
                 told.clear()
@@ -319,10 +324,9 @@ class Store:
     ) -> FeedBatch:
         """The events of all jobs of an owner after a position; where there is none yet, wait up to `wait_s` for one.
 
-        Raises NotFoundError where `key`, by default the owner's, is revoked or expired.
+        Raises NotFoundError where `key`, with which they are read, is revoked or expired.
         """
         until = time.monotonic() + wait_s
-        key = key or owner
         with self._told(str(owner), _revocation(key)) as told:
             while True:
                 told.clear()
@@ -334,12 +338,23 @@ class Store:
                     async with asyncio.timeout(min(left_s, LOOK_SOON_S if batch.more else LOOK_AGAIN_S)):
                         await told.wait()
 
-    async def wait_until_ended(self, job_id: UUID, owner: UUID | None = None, wait_s: float = 0) -> Job:
-        """The job once it has ended, or as it stands after `wait_s`. Raises NotFoundError."""
+    async def wait_until_ended(
+        self, job_id: UUID, owner: UUID | None = None, wait_s: float = 0, key: UUID | None = None
+    ) -> Job:
+        """The job once it has ended, or as it stands after `wait_s`.
+
+        Raises NotFoundError; KeyEndedError where `key`, with which it is waited for, is revoked or expires.
+        """
         until = time.monotonic() + wait_s
         job = await self.get(job_id, owner)
         while not job.ended and (left_s := until - time.monotonic()) > 0:
-            await self.events(job_id, owner, job.revision, left_s)
+            try:
+                await self.events(job_id, owner, job.revision, left_s, key)
+            except NotFoundError:
+                await self.get(job_id, owner)  # raises where it is the job that is gone
+                raise KeyEndedError(
+                    f"this key was revoked or expired while the call waited for job {job_id}. Maybe ask with another."
+                ) from None
             job = await self.get(job_id, owner)
         return job
 
@@ -384,7 +399,7 @@ class Store:
 
         Raises InputError for a name that cannot be shown, NotFoundError for an owner that is none.
         """
-        if not name.isprintable() or not 1 <= len(name) <= LONGEST_NAME:
+        if not is_printable(name) or not 1 <= len(name) <= LONGEST_NAME:
             detail = f"is {name!r:.80} but must be 1 to {LONGEST_NAME} characters that can be shown."
             raise InputError([Issue("name", "bad_name", detail)])
         key_id = uuid4()
@@ -480,7 +495,7 @@ def _read_cursor(cursor: str, sort: Sort, is_type: type[Any]) -> tuple[Any, UUID
         raise BadCursorError("invalid cursor: it is of a list in another order. Maybe sort was changed between pages.")
     if not isinstance(value, is_type) or (isinstance(value, datetime) and value.tzinfo is None):
         raise BadCursorError("invalid cursor.")
-    if isinstance(value, str) and not value.isprintable():
+    if isinstance(value, str) and not is_printable(value):
         raise BadCursorError("invalid cursor.")
     return last
 

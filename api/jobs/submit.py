@@ -13,6 +13,7 @@ from uuid import UUID, uuid4
 from psycopg.types.json import Jsonb
 from sqlalchemy import (
     CTE,
+    BigInteger,
     ColumnElement,
     Double,
     FromClause,
@@ -21,6 +22,7 @@ from sqlalchemy import (
     Text,
     bindparam,
     cast,
+    delete,
     func,
     insert,
     literal,
@@ -32,9 +34,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from api.errors import DatabaseGoneError, IdempotencyMismatchError, JobError, TooManyError
 from api.jobs import queries, queue, results
 from api.jobs.database import Statement, for_reading, transaction
-from api.jobs.records import Job, JobConfig, Submission, SubmissionRate
+from api.jobs.records import Job, JobConfig, Submission, SubmissionRate, is_printable
 from api.jobs.results import Answer, Built, Equality
-from api.jobs.tables import answers, documents, events, idempotency_keys, incumbents, jobs, schedules, solved_problems
+from api.jobs.tables import documents, events, idempotency_keys, incumbents, jobs, schedules, submissions
 from api.settings import Settings
 from optpipe.problem import Objective, Problem
 from solver.cache import rebuild_schedule, text_digest
@@ -57,7 +59,9 @@ class Submissions:
         prepared = [await self._prepared(request) for request in requests]
         async with transaction(self._engine) as connection:
             usage = await load_usage(connection, self._settings, requests[0].owner)
-            return [await _insert_job(connection, usage, each) for each in prepared]
+            inserted = [await _insert_job(connection, usage, each) for each in prepared]
+            await usage.store(connection)
+            return inserted
 
     async def _prepared(self, request: Request) -> _Prepared:
         """A request with the stored answer to this very problem, or with one written now from the solution of an equal
@@ -77,20 +81,21 @@ class Submissions:
         if built is None or not results.is_good_enough(built, row, request.config):
             return unanswered
         async with transaction(self._engine) as connection:
-            answer = await results.remember_answer(connection, row, request.problem.digest, built)
+            answer = await results.write_answer(connection, row, request.problem.digest, built)
         return replace(unanswered, answer=answer)
 
     async def _insert_all(self, owner: UUID | None, batch: Sequence[_Prepared]) -> list[Submission | Exception]:
         """Insert a batch of one owner in one transaction. A refused one does not hold up the others."""
         async with transaction(self._engine) as connection:
             usage = await load_usage(connection, self._settings, owner)
-            submissions: list[Submission | Exception] = []
+            inserted: list[Submission | Exception] = []
             for prepared in batch:
                 try:
-                    submissions.append(await _insert_job(connection, usage, prepared))
+                    inserted.append(await _insert_job(connection, usage, prepared))
                 except JobError as error:  # raised before anything was written
-                    submissions.append(error)
-            return submissions
+                    inserted.append(error)
+            await usage.store(connection)
+            return inserted
 
 
 async def _insert_job(connection: AsyncConnection, usage: OwnerUsage, prepared: _Prepared) -> Submission:
@@ -99,7 +104,7 @@ async def _insert_job(connection: AsyncConnection, usage: OwnerUsage, prepared: 
     earlier = await _find_idempotent(connection, request)
     if earlier is not None:
         return Submission(earlier, created=False, rate=usage.rate())
-    usage.check()
+    usage.check(len(request.problem.text.encode()))
     job_id = uuid4()
     values = {
         "id": job_id,
@@ -114,9 +119,8 @@ async def _insert_job(connection: AsyncConnection, usage: OwnerUsage, prepared: 
         "tags": list(request.config.tags),
     }
     row = None
-    if answer is not None:  # no row comes back where another answer has been stored meanwhile
-        given: dict[str, Any] = {"digest": request.problem.digest, "answer": answer.document}
-        given |= {"reason": answer.status, "stopped_by": results.stop_reason(answer, request.config)}
+    if answer is not None:  # no row comes back where its document is no longer kept
+        given = {**vars(answer), "reason": answer.status, "stopped_by": results.stop_reason(answer, request.config)}
         row = await _ANSWERED.one_or_none(connection, **values, **given)
     if row is not None:
         job = queries.job_from_row(row)
@@ -124,7 +128,7 @@ async def _insert_job(connection: AsyncConnection, usage: OwnerUsage, prepared: 
         queue_id = await queue.enqueue(connection, job_id, request.owner, request.config.priority)
         row = await _QUEUED.one_or_none(connection, **values, queue_id=queue_id, equality=prepared.equality_key)
         job = queries.job_from_row(row, row.queue_place)
-    usage.add(job)
+    usage.add(waits=not job.ended, stored_bytes=row.stored_bytes)
     if request.idempotency_key is not None:
         used = {"owner": request.owner, "key": request.idempotency_key, "body_hash": request.body_hash}
         await connection.execute(insert(idempotency_keys).values(job_id=job.id, **used))
@@ -216,7 +220,7 @@ class _Prepared:
 
 def _storable(name: str) -> str:
     """A name as PostgreSQL can hold it; the problem itself keeps what it was given."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
+    return "".join(character if is_printable(character) else "\N{REPLACEMENT CHARACTER}" for character in name)
 
 
 _GIVEN = ("id", "owner", "problem", "problem_name", "objective", "devices", "stages", "microbatches", "config", "tags")
@@ -231,30 +235,27 @@ def _queued() -> Statement:
 
 def _answered() -> Statement:
     """The row of a job that is done as it comes, its event, and links to the schedule that answers it. No row comes
-    back where the answer has changed."""
-    answer = (
-        select(answers, solved_problems.c.method, solved_problems.c.solve_seconds, solved_problems.c.orders)
-        .join(solved_problems, solved_problems.c.key == answers.c.key)
-        .join(documents, documents.c.digest == answers.c.document)
-        .where(answers.c.problem == bindparam("digest"), answers.c.document == bindparam("answer"))
-        .with_for_update(read=True, key_share=True, of=documents)  # which is not removed meanwhile
-        .cte("answer")
+    back where there is no such document."""
+    document = (
+        select(documents.c.digest, func.octet_length(documents.c.text).label("bytes"))
+        .where(documents.c.digest == bindparam("document"))
+        .with_for_update(read=True, key_share=True)  # it is not removed meanwhile
+        .cte("document")
     )
-    best = {"value_us": answer.c.value_us, "bound_us": answer.c.bound_us}
-    bubble = {"bubble": answer.c.bubble}
+    best = {name: cast(bindparam(name), Double) for name in ("value_us", "bound_us")}
     done = {"status": literal("succeeded"), "revision": literal(1), "finished_at": func.now()}
-    new = _given(*_GIVEN, "reason", "stopped_by") | done | best | bubble
-    job = _insert(jobs, answer, **new).returning(*queries.SHOWN).cte("job")
-    both = job.join(answer, true())
+    done |= {"bubble": cast(bindparam("bubble"), Double), "schedule_bytes": document.c.bytes}
+    new = _given(*_GIVEN, "reason", "stopped_by") | done | best
+    job = _insert(jobs, document, **new).returning(*queries.SHOWN).cte("job")
+    both = job.join(document, true())
     of_job = {"job_id": job.c.id, "revision": job.c.revision}
-    found = best | {"method": answer.c.method, "seconds": answer.c.solve_seconds}
+    found = best | {"method": cast(bindparam("method"), Text), "seconds": cast(bindparam("solve_seconds"), Double)}
+    orders = cast(bindparam("orders"), Text)
     return Statement(
         select(job).add_cte(
             _event(job, both, **found),
-            _insert(incumbents, both, attempt=job.c.attempt, orders=answer.c.orders, **of_job, **found).cte(
-                "incumbent"
-            ),
-            _insert(schedules, both, document=answer.c.document, **of_job).cte("schedule"),
+            _insert(incumbents, both, attempt=job.c.attempt, orders=orders, **of_job, **found).cte("incumbent"),
+            _insert(schedules, both, document=document.c.digest, **of_job).cte("schedule"),
         )
     )
 
@@ -283,6 +284,8 @@ _ANSWERED = _answered()
 MINUTE = timedelta(minutes=1)
 ASK_AGAIN_S = 5.0
 """Retry-After where too many jobs wait: by then some have ended."""
+FULL_S = 60.0
+"""Retry-After where too much is stored: old jobs are removed once a minute."""
 
 
 @dataclass
@@ -290,13 +293,17 @@ class OwnerUsage:
     """Current usage of one owner, against the limits."""
 
     settings: Settings
+    owner: UUID | None
     waiting: int
+    stored_bytes: int
     submitted: int
     next_in_s: float
     """Seconds until the oldest submission of the last minute no longer counts."""
+    added: int = 0
+    """Submissions of this transaction."""
 
-    def check(self) -> None:
-        """Raise TooManyError where there is no room for one more."""
+    def check(self, more_bytes: int = 0) -> None:
+        """Raise TooManyError where there is no room for one more, of so many bytes."""
         if self.waiting >= self.settings.max_queued_jobs:
             raise TooManyError(
                 "queued_jobs",
@@ -309,28 +316,54 @@ class OwnerUsage:
                 f"this key submitted {self.submitted} jobs in the last minute, and no more are allowed.",
                 max(1.0, self.next_in_s),
             )
+        if self.stored_bytes + more_bytes > self.settings.max_stored_bytes:
+            raise TooManyError(
+                "stored_bytes",
+                f"the jobs of this key take {self.stored_bytes:,} bytes, and with {more_bytes:,} more they would take "
+                f"more than {self.settings.max_stored_bytes:,} (max_stored_bytes). Maybe remove some of them.",
+                FULL_S,
+            )
 
     def rate(self) -> SubmissionRate:
         """The owner's limit of submissions, those left, and the seconds until the next."""
         most = self.settings.max_submissions_a_minute
         return SubmissionRate(most, max(0, most - self.submitted), max(0.0, self.next_in_s))
 
-    def add(self, job: Job) -> None:
-        """Count a job that was just inserted."""
+    def add(self, *, waits: bool, stored_bytes: int = 0) -> None:
+        """Count a job that was just inserted or queued again."""
+        self.added += 1
         self.submitted += 1
         self.next_in_s = self.next_in_s or MINUTE.total_seconds()
-        self.waiting += not job.ended
+        self.waiting += waits
+        self.stored_bytes += stored_bytes
+
+    async def store(self, connection: AsyncConnection) -> None:
+        """Store how many were added, apart from the jobs, which may be removed or tried again within the minute."""
+        if self.added:
+            same_owner = submissions.c.owner.is_not_distinct_from(self.owner)
+            old = delete(submissions).where(same_owner, submissions.c.at <= func.now() - MINUTE).cte("old")
+            await connection.execute(insert(submissions).values(owner=self.owner, count=self.added).add_cte(old))
 
 
-def _counts(of_owner: ColumnElement[bool]) -> Statement:
-    waiting = select(func.count()).select_from(jobs).where(of_owner, jobs.c.queue_id.is_not(None)).scalar_subquery()
-    oldest = func.min(jobs.c.submitted_at)
-    next_in_s = func.coalesce(cast(func.extract("epoch", oldest + MINUTE - func.now()), Double), 0.0)
-    counts = select(waiting.label("waiting"), func.count().label("submitted"), next_in_s.label("next_in_s"))
-    return Statement(counts.where(of_owner, jobs.c.submitted_at > func.now() - MINUTE))
+def _counts(owned: bool) -> Statement:
+    def of_owner(column: ColumnElement[Any]) -> ColumnElement[bool]:
+        return column == bindparam("owner") if owned else column.is_(None)
+
+    waits = jobs.c.queue_id.is_not(None)
+    waiting = select(func.count()).select_from(jobs).where(of_owner(jobs.c.owner), waits)
+    stored = select(func.coalesce(cast(func.sum(jobs.c.stored_bytes), BigInteger), 0)).where(of_owner(jobs.c.owner))
+    submitted = func.coalesce(func.sum(submissions.c.count), 0)
+    next_in_s = cast(func.extract("epoch", func.min(submissions.c.at) + MINUTE - func.now()), Double)
+    counts = select(
+        waiting.scalar_subquery().label("waiting"),
+        stored.scalar_subquery().label("stored_bytes"),
+        submitted.label("submitted"),
+        func.coalesce(next_in_s, 0.0).label("next_in_s"),
+    )
+    return Statement(counts.where(of_owner(submissions.c.owner), submissions.c.at > func.now() - MINUTE))
 
 
-_OF_KEY, _OF_NOBODY = _counts(jobs.c.owner == bindparam("owner")), _counts(jobs.c.owner.is_(None))
+_OF_KEY, _OF_NOBODY = _counts(owned=True), _counts(owned=False)
 _LOCK = Statement(select(func.pg_advisory_xact_lock(func.hashtextextended(bindparam("name", type_=Text), 0))))
 
 
@@ -338,7 +371,7 @@ async def load_usage(connection: AsyncConnection, settings: Settings, owner: UUI
     """Usage of an owner. Locks out other submissions of this owner, in all processes, until the transaction ends."""
     await _LOCK.all(connection, name=f"submit {owner}")
     (row,) = await (_OF_NOBODY if owner is None else _OF_KEY).all(connection, owner=owner)
-    return OwnerUsage(settings, row.waiting, row.submitted, row.next_in_s)
+    return OwnerUsage(settings, owner, row.waiting, row.stored_bytes, row.submitted, row.next_in_s)
 
 
 Item = TypeVar("Item")

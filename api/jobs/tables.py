@@ -8,6 +8,7 @@
                      number order the events of all jobs (`api.jobs.feed`)
     idempotency_keys which job an Idempotency-Key of an owner stands for
     api_keys         bearer keys, hashed
+    submissions      how many jobs of each key were submitted or tried again, and when; those of the last minute count
     solved_problems  the best schedule of each problem up to names and units
     answers          the document with which a solved problem was answered last, for when it comes again word for word
     workers          workers that live, and when each was last seen
@@ -26,6 +27,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Computed,
     DateTime,
     Double,
     ForeignKey,
@@ -63,6 +65,10 @@ def _now(name: str) -> Column[object]:
     return Column(name, DateTime(timezone=True), nullable=False, server_default=func.now())
 
 
+def _owner() -> Column[object]:
+    return Column("owner", Uuid, ForeignKey("api_keys.id"))
+
+
 def _of_job(primary_key: bool = True, index: bool = False) -> Column[object]:
     job = ForeignKey("jobs.id", ondelete="CASCADE")
     return Column("job_id", Uuid, job, nullable=False, primary_key=primary_key, index=index)
@@ -81,17 +87,20 @@ api_keys = Table(
     _now("created_at"),
     Column("revoked_at", DateTime(timezone=True)),
     Column("scope", Text, nullable=False, server_default="submit"),
-    Column("owner", Uuid, ForeignKey("api_keys.id")),
+    _owner(),
     Column("expires_at", DateTime(timezone=True)),
     Column("last_used_at", DateTime(timezone=True)),
     CheckConstraint("scope IN ('read', 'submit', 'admin')", "scope"),
 )
 
+_STORED_BYTES = "schedule_bytes + octet_length(problem) + octet_length(note) + 200 * revision"
+"""What a job takes of its key's quota. There is an event for each revision, which takes some 200 bytes."""
+
 jobs = Table(
     "jobs",
     metadata,
     Column("id", Uuid, primary_key=True),
-    Column("owner", Uuid, ForeignKey("api_keys.id")),
+    _owner(),
     Column("status", Text, nullable=False),
     Column("problem", Text, nullable=False),
     Column("problem_name", Text, nullable=False),
@@ -104,6 +113,7 @@ jobs = Table(
     Column("tags", ARRAY(Text), nullable=False),
     Column("equality", Text),
     Column("leader", Uuid),
+    Column("held_at", DateTime(timezone=True)),
     Column("queue_id", BigInteger, unique=True),
     Column("worker", Uuid),
     Column("attempt", Integer, nullable=False, server_default=text("0")),
@@ -117,6 +127,8 @@ jobs = Table(
     Column("stopped_by", Text),
     Column("error", Text),
     Column("budgets_bytes", ARRAY(BigInteger)),
+    Column("schedule_bytes", BigInteger, nullable=False, server_default=text("0")),
+    Column("stored_bytes", BigInteger, Computed(_STORED_BYTES, persisted=True), nullable=False),
     _now("submitted_at"),
     Column("started_at", DateTime(timezone=True)),
     Column("finished_at", DateTime(timezone=True)),
@@ -129,6 +141,14 @@ jobs = Table(
     CheckConstraint("reason IN ('optimal', 'feasible', 'infeasible', 'no_solution')", "reason"),
     CheckConstraint("stopped_by IN ('time', 'gap', 'memory', 'interrupted')", "stopped_by"),
     Index("ix_jobs_owner_newest", "owner", text("submitted_at DESC"), text("id DESC")),
+    Index("ix_jobs_owner_stored", "owner", "stored_bytes"),
+    Index(
+        "ix_jobs_owner_ended",
+        "owner",
+        text("finished_at DESC"),
+        "id",
+        postgresql_where=text("finished_at IS NOT NULL"),
+    ),
     Index("ix_jobs_finished_at", "finished_at"),
     Index("ix_jobs_equality_running", "equality", postgresql_where=text("status = 'running'")),
     Index("ix_jobs_owner_waiting", "owner", postgresql_where=text("queue_id IS NOT NULL")),
@@ -185,10 +205,19 @@ events = Table(
     Index("ix_events_transaction", "transaction"),
 )
 
+submissions = Table(
+    "submissions",
+    metadata,
+    _owner(),
+    _now("at"),
+    Column("count", Integer, nullable=False),
+    Index("ix_submissions_owner_at", "owner", "at"),
+)
+
 idempotency_keys = Table(
     "idempotency_keys",
     metadata,
-    Column("owner", Uuid, ForeignKey("api_keys.id")),
+    _owner(),
     Column("key", Text, nullable=False),
     Column("body_hash", LargeBinary, nullable=False),
     _of_job(primary_key=False, index=True),
@@ -207,6 +236,7 @@ solved_problems = Table(
     Column("method", Text, nullable=False),
     Column("solve_seconds", Double, nullable=False),
     Column("orders", Text, nullable=False),
+    _owner(),
     _now("used_at"),
     Index("ix_solved_problems_used_at", "used_at"),
 )

@@ -18,7 +18,7 @@ from api.errors import DatabaseGoneError
 from api.jobs import leases, queue
 from api.jobs.database import Listener, end_tasks, make_engine
 from api.jobs.leases import Lease
-from api.jobs.queries import CANCEL, SEEN_EVERY_S, remove_old, say_alive, say_goodbye
+from api.jobs.queries import CANCEL, REMOVED_AT_ONCE, SEEN_EVERY_S, remove_old, say_alive, say_goodbye
 from api.jobs.queue import HeartbeatGrace, Picker
 from api.jobs.run import Run, Solve, WorkerMetrics, Workplace
 from api.settings import Settings
@@ -31,6 +31,8 @@ STOP_S = 5.0
 """Time for a stopping worker to end or give back its jobs; the heartbeat timeout recovers the rest."""
 
 REMOVE_EVERY_S = 60.0
+REMOVE_MORE_S = 1.0
+"""Pause where one pass did not remove all that is to go."""
 
 _log = structlog.get_logger("optpipe.worker")
 
@@ -166,8 +168,9 @@ class Worker:
 
     async def _care(self) -> None:
         while True:
+            removed = 0
             with suppress(DatabaseGoneError):
                 removed = await remove_old(self._engine, self.settings)
                 if removed:
                     _log.info("old jobs removed", jobs=removed)
-            await asyncio.sleep(REMOVE_EVERY_S)
+            await asyncio.sleep(REMOVE_EVERY_S if removed < REMOVED_AT_ONCE else REMOVE_MORE_S)

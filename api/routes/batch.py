@@ -7,7 +7,7 @@ from fastapi import APIRouter, Response
 from api.errors import NotFoundError
 from api.middleware import JsonBody, Key, Owner
 from api.models import BatchAnswer, BatchBody, CancelledAnswer, JobAnswer, JobIds, read_document
-from api.openapi import WITH_BODY, errors, json_request
+from api.openapi import WITH_BODY, errors, headers, json_request
 from api.routes.demo_data import BODIES
 from api.routes.schedules import IdempotencyKey, cancel_job, rate_headers, submit_batch
 from api.service import TheService
@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1/batch", tags=["schedules"])
 @router.post(
     "/submit",
     response_model=BatchAnswer,
-    responses=errors(*WITH_BODY),
+    responses={200: {"headers": headers("RateLimit", "RateLimit-Policy")}, **errors(*WITH_BODY)},
     openapi_extra=json_request(BatchBody, example={"submissions": [BODIES["tiny"], BODIES["tiny"]]}),
 )
 async def submit_many(
@@ -27,8 +27,8 @@ async def submit_many(
     """Submit several jobs: all of them, or none where one is wrong or a cap is reached."""
     submissions = await submit_batch(service, owner, body, idempotency_key)
     answer = BatchAnswer.model_construct(jobs=[JobAnswer.of(submission.job) for submission in submissions])
-    headers = rate_headers(submissions[-1].rate)
-    return Response(answer.model_dump_json(), headers=headers, media_type="application/json")
+    rate = rate_headers(submissions[-1].rate)
+    return Response(answer.model_dump_json(), headers=rate, media_type="application/json")
 
 
 @router.post(

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Query, Response
 from api.errors import unprocessable
 from api.jobs.records import BestRevision, BestSchedule
 from api.middleware import Owner
-from api.openapi import errors
+from api.openapi import errors, headers
 from api.service import Service, TheService
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
@@ -48,8 +48,8 @@ CONTENT = {
     "/{job_id}/schedule",
     response_class=Response,
     responses={
-        200: {"description": "The schedule.", "content": CONTENT},
-        304: {"description": "It is still the one that If-None-Match names."},
+        200: {"description": "The schedule.", "content": CONTENT, "headers": headers("ETag")},
+        304: {"description": "It is still the one that If-None-Match names.", "headers": headers("ETag")},
         **errors(404, 422),
     },
 )
@@ -112,8 +112,8 @@ async def schedule_response(
     if form.task:
         options = form.options | ({"drop_offload": drop_offload} if format == "torch-csv" else {})
         content = await service.pool.run(form.task, best.text.encode(), owner, **options)
-    headers = {"Content-Disposition": f'inline; filename="schedule-{job_id}.{form.ending}"'}
-    return Response(content, headers=headers, media_type=form.media_type)
+    named = {"Content-Disposition": f'inline; filename="schedule-{job_id}.{form.ending}"'}
+    return Response(content, headers=named, media_type=form.media_type)
 
 
 def is_known(tag: str, if_none_match: str) -> bool:
@@ -160,8 +160,9 @@ _BY_MEDIA_TYPE: dict[str, Format] = {
         200: {
             "description": "The problem.",
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+            "headers": headers("ETag"),
         },
-        304: {"description": "It is the one that If-None-Match names: it never changes."},
+        304: {"description": "It is the one that If-None-Match names: it never changes.", "headers": headers("ETag")},
         **errors(404, 422),
     },
 )

@@ -7,9 +7,8 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http import HTTPStatus
-from itertools import count
 from math import ceil
 from typing import Annotated, Literal
 from uuid import UUID
@@ -20,7 +19,7 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from api.errors import HttpError, http_error
-from api.jobs.records import ApiKey, Job, JobLabels, Sort, Status, Submission, SubmissionRate
+from api.jobs.records import ApiKey, Job, JobLabels, Sort, Status, Submission, SubmissionRate, is_printable
 from api.jobs.results import Built, Equality
 from api.jobs.submit import ParsedProblem, Request, SubmittedProblem
 from api.middleware import JsonBody, Key, Owner
@@ -35,7 +34,7 @@ from api.models import (
     read_document,
     read_submission,
 )
-from api.openapi import WITH_BODY, Responses, errors, json_request
+from api.openapi import SUBMITTED, WITH_BODY, Responses, errors, headers, json_request
 from api.process_pool import ProcessPool
 from api.routes.demo_data import BODIES
 from api.routes.documents import is_known, validated_by
@@ -51,7 +50,7 @@ MOST_JOBS = 200
 
 
 def _printable(text: str) -> str:
-    if not text.isprintable():
+    if not is_printable(text):
         raise PydanticCustomError("not_printable", "no control characters are allowed")
     return text
 
@@ -96,8 +95,12 @@ Wait = Annotated[float, Depends(_waiting)]
     status_code=202,
     response_model=JobAnswer,
     responses={
-        200: {"model": JobAnswer | CheckedAnswer, "description": "The finished job, or what was checked."},
-        202: {"description": "The job, queued.", "headers": {"Location": {"schema": {"type": "string"}}}},
+        200: {
+            "model": JobAnswer | CheckedAnswer,
+            "description": "The finished job; or, without further headers, what was checked.",
+            "headers": headers(*SUBMITTED),
+        },
+        202: {"description": "The job, queued.", "headers": headers(*SUBMITTED)},
         **errors(*WITH_BODY),
     },
     openapi_extra=json_request(SubmissionBody, example=BODIES["tiny"]),
@@ -105,6 +108,7 @@ Wait = Annotated[float, Depends(_waiting)]
 async def submit(
     service: TheService,
     owner: Owner,
+    key: Key,
     body: JsonBody,
     wait: Wait,
     operation: Annotated[Literal["solve", "validate"], Query(description="validate: only check.")] = "solve",
@@ -119,7 +123,7 @@ async def submit(
     submission = await submit_body(service, owner, body, idempotency_key)
     job = submission.job
     if wait and not job.ended:
-        job = await service.store.wait_until_ended(job.id, owner, wait)
+        job = await service.store.wait_until_ended(job.id, owner, wait, key.id if key else None)
     return submitted_response(job, submission)
 
 
@@ -144,17 +148,22 @@ async def submit_batch(
 ) -> list[Submission]:
     """Submit all jobs of a body, or none. Raises HttpError, JobError.
 
-    Each has an Idempotency-Key of its own, with a space, which no caller's key has.
+    Each is stored with an Idempotency-Key of its own: the first one with the caller's, so that no single submission has
+    that too, and the others with a space, which no caller's key has.
     """
-    keys = (idempotency_key and f"{idempotency_key} {k}" for k in count())
     if len(body) > INLINE_BYTES:
         answer = await service.pool.run("parse_batch", body, owner, caps=asdict(service.caps))
         lines = answer.split(b"\n")
-        parsed = zip(lines[::2], lines[1::2], keys, strict=False)
-        requests = [_large_request(head, text, service.pool, owner, key) for head, text, key in parsed]
+        parsed = zip(lines[::2], lines[1::2], strict=True)
+        requests = [_large_request(head, text, service.pool, owner, None) for head, text in parsed]
     else:
-        documents = zip(read_batch(body, service.caps), keys, strict=False)
-        requests = [_request(document, owner, key) for document, key in documents]
+        requests = [_request(document, owner, None) for document in read_batch(body, service.caps)]
+    if idempotency_key is not None:
+        whole = hashlib.sha256(b"batch" + b"".join(request.body_hash for request in requests)).digest()
+        keys = [idempotency_key, *(f"{idempotency_key} {k}" for k in range(1, len(requests)))]
+        requests = [
+            replace(request, idempotency_key=key, body_hash=whole) for request, key in zip(requests, keys, strict=True)
+        ]
     return await service.store.submit_all(requests)
 
 
@@ -232,10 +241,13 @@ def _unless_known(answer: BaseModel, if_none_match: str) -> Response:
 
 
 IfNoneMatch = Annotated[str, Header(description="304 where the answer has this ETag still.")]
-_UNCHANGED: Responses = {304: {"description": "The answer is still the one that If-None-Match names."}}
+_VALIDATED: Responses = {
+    200: {"headers": headers("ETag")},
+    304: {"description": "The answer is still the one that If-None-Match names.", "headers": headers("ETag")},
+}
 
 
-@router.get("", response_model=JobsAnswer, responses=errors(422) | _UNCHANGED)
+@router.get("", response_model=JobsAnswer, responses=errors(422) | _VALIDATED)
 async def list_jobs(
     service: TheService,
     owner: Owner,
@@ -255,7 +267,7 @@ async def list_jobs(
     if_none_match: IfNoneMatch = "",
 ) -> Response:
     """Jobs, newest first unless `sort` says otherwise. `cursor` of one answer asks for the jobs that follow."""
-    if all_keys and key is not None and key.scope != "admin":
+    if all_keys and (key is None or key.scope != "admin"):
         raise http_error(HTTPStatus.FORBIDDEN, "scope", "all_keys needs a key with the scope 'admin'.")
     page = await service.store.list_jobs(
         owner,
@@ -273,13 +285,13 @@ async def list_jobs(
     return _unless_known(JobsAnswer.of(page), if_none_match)
 
 
-@router.get("/{job_id}", response_model=JobAnswer, responses=errors(404, 422) | _UNCHANGED)
+@router.get("/{job_id}", response_model=JobAnswer, responses=errors(404, 422) | _VALIDATED)
 async def get_job(
-    service: TheService, owner: Owner, job_id: UUID, wait: Wait, if_none_match: IfNoneMatch = ""
+    service: TheService, owner: Owner, key: Key, job_id: UUID, wait: Wait, if_none_match: IfNoneMatch = ""
 ) -> Response:
     """A job as it stands, or once it has ended."""
     if wait:
-        job = await service.store.wait_until_ended(job_id, owner, wait)
+        job = await service.store.wait_until_ended(job_id, owner, wait, key.id if key else None)
     else:
         job = await service.store.get(job_id, owner)
     return _unless_known(JobAnswer.of(job), if_none_match)
@@ -311,10 +323,16 @@ async def cancel_job(service: Service, owner: UUID | None, key: ApiKey | None, j
     return await service.store.cancel(job_id, owner)
 
 
-@router.post("/{job_id}/retry", status_code=202, response_model=JobAnswer, responses=errors(404, 409))
+@router.post(
+    "/{job_id}/retry",
+    status_code=202,
+    response_model=JobAnswer,
+    responses={202: {"headers": headers(*SUBMITTED)}, **errors(404, 409)},
+)
 async def retry(service: TheService, owner: Owner, job_id: UUID) -> Response:
-    """Queue an ended job again, from its best schedule on."""
-    return _job_response(await service.store.retry(job_id, owner), 202)
+    """Queue an ended job again, from its best schedule on; it counts as a submission."""
+    submission = await service.store.retry(job_id, owner)
+    return submitted_response(submission.job, submission)
 
 
 @router.delete("/{job_id}", status_code=204, responses=errors(404, 409))

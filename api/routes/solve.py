@@ -10,9 +10,9 @@ from fastapi import APIRouter, Header, Query, Response
 
 from api.errors import Fault, HttpError
 from api.jobs.records import Job
-from api.middleware import JsonOrFormBody, Owner
+from api.middleware import JsonOrFormBody, Key, Owner
 from api.models import JobAnswer, SubmissionBody
-from api.openapi import WITH_BODY, errors, json_request
+from api.openapi import SUBMITTED, WITH_BODY, errors, headers, json_request
 from api.routes.demo_data import BODIES
 from api.routes.documents import CONTENT, Format, best_document, format_for, schedule_response
 from api.routes.schedules import IdempotencyKey, headers_of, submit_body, submitted_response
@@ -26,15 +26,17 @@ AFTER_LIMIT_S = 5.0
 
 LONGEST_WAIT_S = 1e7
 
-_LOCATION = {"Location": {"description": "The job.", "schema": {"type": "string"}}}
-
 
 @router.post(
     "/solve",
     response_class=Response,
     responses={
-        200: {"description": "The schedule.", "content": CONTENT, "headers": _LOCATION},
-        202: {"model": JobAnswer, "description": "The job, which has not ended in time.", "headers": _LOCATION},
+        200: {"description": "The schedule.", "content": CONTENT, "headers": headers(*SUBMITTED)},
+        202: {
+            "model": JobAnswer,
+            "description": "The job, which has not ended in time.",
+            "headers": headers(*SUBMITTED),
+        },
         **errors(*WITH_BODY),
     },
     openapi_extra=json_request(SubmissionBody, Problem, example=BODIES["tiny"]["problem"]),
@@ -42,6 +44,7 @@ _LOCATION = {"Location": {"description": "The job.", "schema": {"type": "string"
 async def solve(
     service: TheService,
     owner: Owner,
+    key: Key,
     body: JsonOrFormBody,
     wait: Annotated[
         float | None,
@@ -62,7 +65,8 @@ async def solve(
         job = submission.job
         most_s = job.config.time_limit_s + AFTER_LIMIT_S
         if not job.ended:
-            job = await service.store.wait_until_ended(job.id, owner, most_s if wait is None else min(wait, most_s))
+            wait_s = most_s if wait is None else min(wait, most_s)
+            job = await service.store.wait_until_ended(job.id, owner, wait_s, key.id if key else None)
     if not job.ended:
         return submitted_response(job, submission)
     if job.value_us is None:

@@ -60,7 +60,9 @@ class StandIn:
         config, schedule = self.mine.config(), self.schedule(method)
         async with transaction(self.engine) as connection:
             equality = Equality.of(schedule.problem)
-            await results.keep_solution(connection, schedule, equality, config.method, config.time_limit_s)
+            await results.keep_solution(
+                connection, schedule, equality, config.method, config.time_limit_s, self.mine.job_id
+            )
 
     def schedule(self, method: str) -> Schedule:
         """The schedule of a published method for the job, which proves nothing."""

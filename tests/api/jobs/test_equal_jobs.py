@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from api.jobs import leases
@@ -16,6 +17,7 @@ from api.jobs.leases import FOREVER_S
 from api.jobs.queue import Picker
 from api.jobs.records import Job, JobConfig, JobResult
 from api.jobs.store import Store
+from api.jobs.submit import ParsedProblem, Request
 from api.jobs.tables import jobs
 from api.settings import Settings
 from optpipe.problem import Problem
@@ -71,6 +73,58 @@ async def test_one_is_solved_and_all_have_its_schedule(store: Store, settings: S
         assert verify(schedule).ok
 
 
+async def test_those_that_wait_for_a_place_have_the_schedule_too(store: Store, settings: Settings) -> None:
+    """One key has one of two places, so none of its equal jobs ever waits for another that runs."""
+    solved: list[str] = []
+
+    def solve(task: Any, on_event: Any) -> Any:
+        solved.append(task.config.name)
+        return Stepwise(lambda: True)(task, on_event)
+
+    owner = (await store.create_key("one")).key.id
+    first, *others = [await submit(store, owner, name=f"job {k}", tags=[f"tag {k}"], gap=1.0) for k in range(4)]
+    await store.cancel(others.pop(), owner)
+    async with working(settings.model_copy(update={"solves": 2}), solve):
+        ended = [await store.wait_until_ended(job_id, owner, PATIENCE_S) for job_id in (first, *others)]
+        assert solved == ["job 0"]
+        await store.retry(first, owner)
+        await store.wait_until_ended(first, owner, PATIENCE_S)
+        assert solved == ["job 0", "job 0"]  # what is tried again is searched again
+    assert [(job.status, job.value_us) for job in ended] == [("succeeded", ended[0].value_us)] * 3
+    assert [(job.config.name, job.config.tags) for job in ended] == [(f"job {k}", [f"tag {k}"]) for k in range(3)]
+
+
+async def test_a_known_problem_under_many_names_is_answered_at_once(store: Store, settings: Settings) -> None:
+    await submit(store)
+    async with StandIn(settings) as worker:
+        await worker.claim()
+        await worker.solve("1f1b")
+    named = [ParsedProblem(PROBLEM.model_copy(update={"name": f"name {k}"})) for k in range(5)]
+    requests = [Request(problem, JobConfig(), None, None, b"") for problem in named]
+    together = await store.submit_all(requests)
+    at_once = await asyncio.gather(*(store.submit_request(request) for request in requests))
+    for submission in (*together, *at_once):
+        assert submission.job.status == "succeeded"
+        schedule = Schedule.from_json((await store.best_schedule(submission.job.id)).text)
+        assert schedule.problem.name == submission.job.problem_name
+        assert verify(schedule).ok
+
+
+async def test_no_job_is_held_for_longer_than_its_own_time_limit(store: Store, settings: Settings) -> None:
+    """It waits for one after the other, and all its waits count."""
+    first, second, third = [await submit(store) for _ in range(3)]
+    async with StandIn(settings) as worker, StandIn(settings) as twin, StandIn(settings) as late:
+        assert await claimed(worker) == [first]
+        assert await claimed(twin) == []
+        async with transaction(worker.engine) as connection:
+            began = update(jobs).where(jobs.c.id == third)
+            await connection.execute(began.values(held_at=jobs.c.held_at - timedelta(seconds=10)))
+        await store.cancel(first)
+        await _end(worker.engine, await store.get(first), worker.id)
+        assert await claimed(twin) == [second, third]  # 10 s of its 30 are gone, and the second may take 30
+        assert await claimed(late) == []
+
+
 async def test_of_equal_jobs_one_is_taken_up_and_room_is_left_to_others(store: Store, settings: Settings) -> None:
     first, _second, _third = [await submit(store) for _ in range(3)]
     other = await submit(store, problem=PROBLEM.model_copy(update={"microbatches": 5}))
@@ -121,7 +175,7 @@ async def test_the_cancel_of_one_leaves_the_other_alone(store: Store, settings: 
         assert await claimed(twin) == []
         await _end(worker.engine, await store.get(running), worker.id)
         (lease,) = await leases.claim(twin.engine, Picker(twin.id, 4, 4, FOREVER_S))
-        assert (lease.job_id, lease.followed, lease.attempt) == (waiting, True, 1)
+        assert (lease.job_id, lease.attempt) == (waiting, 1)
 
 
 async def _end(engine: AsyncEngine, job: Job, worker: UUID) -> None:
@@ -129,7 +183,7 @@ async def _end(engine: AsyncEngine, job: Job, worker: UUID) -> None:
 
     async with transaction(engine) as connection:
         row = (await connection.execute(select(jobs).where(jobs.c.id == job.id))).one()
-    lease = leases.Lease(job.id, worker, 1, row.queue_id, row.problem, row.config, None, alone=False, followed=False)
+    lease = leases.Lease(job.id, worker, 1, row.queue_id, row.problem, row.config, None, alone=False)
     await leases.end(engine, lease, JobResult("cancelled", None, "no_solution", "interrupted"))
 
 

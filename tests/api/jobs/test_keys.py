@@ -85,6 +85,13 @@ def test_an_admin_lists_and_cancels_the_jobs_of_all(url: str, with_keys: Setting
         assert client.post(f"/v1/schedules/{uuid4()}/cancel").status_code == 404
 
 
+def test_a_server_without_keys_has_no_admin(settings: Settings) -> None:
+    """Jobs of keys stay theirs where the same database is served without keys."""
+    with listening(create_app(settings)) as url, client_of(url, None) as client:
+        refused = client.get("/v1/schedules", params={"all_keys": True})
+        assert (refused.status_code, refused.json()["errors"][0]["code"]) == (403, "scope")
+
+
 def test_a_key_expires(url: str, with_keys: Settings) -> None:
     now = datetime.now(UTC)
     expired = make(with_keys, expires_at=now - timedelta(seconds=1))

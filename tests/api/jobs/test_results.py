@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from api.jobs import submit
+from api.jobs import leases, submit
 from api.jobs.database import make_engine
 from api.jobs.queries import remove_old
 from api.jobs.records import Job, JobConfig
@@ -18,6 +18,7 @@ from instances import uniform
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
+from solver.build import build_schedule
 from tests.api.jobs.stand_in import StandIn
 
 PROBLEM = uniform(2, 4, name="mine")
@@ -92,11 +93,26 @@ async def test_a_better_schedule_is_the_answer_from_then_on(store: Store) -> Non
     assert methods == ["gpipe", "zb-h1"]
 
 
+async def test_a_better_bound_makes_another_document(store: Store, settings: Settings) -> None:
+    """Callers tell documents apart by the revision, which is in the ETag."""
+    job = (await store.submit(PROBLEM, JobConfig())).job
+    async with StandIn(settings) as worker:
+        await worker.claim()
+        await worker.find("1f1b")
+        before = await store.best_schedule(job.id)
+        found = worker.schedule("1f1b")
+        proved = build_schedule(PROBLEM, found.orders, 5.0, found.method, found.solve_seconds)
+        await leases.beat(worker.engine, worker.mine, proved)
+    after = await store.best_schedule(job.id)
+    assert [Schedule.from_json(best.text).bound_us for best in (before, after)] == [0.0, 5.0]
+    assert before.revision < after.revision == (await store.get(job.id)).revision
+
+
 async def test_it_can_be_tried_again_from_its_schedule(store: Store, settings: Settings) -> None:
     await _solved(store)
     await _again(store)
     job = await _again(store)
-    assert (await store.retry(job.id)).status == "queued"
+    assert (await store.retry(job.id)).job.status == "queued"
     assert (await store.best_schedule(job.id)).revision.final is False
     async with StandIn(settings) as worker:
         lease = await worker.claim()

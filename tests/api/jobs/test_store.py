@@ -142,7 +142,7 @@ async def test_the_life_of_a_job(store: Store, settings: Settings) -> None:
     ]
     assert await store.events(job, after=3) == told[3:]
 
-    again = await store.retry(job)
+    again = (await store.retry(job)).job
     assert (again.status, again.value_us, again.finished_at) == ("queued", done.value_us, None)
     assert Schedule.from_json((await store.best_schedule(job)).text).value_us == done.value_us
     await store.delete(job)

@@ -59,7 +59,19 @@ def test_sent_twice_it_is_one_batch(idle: Client) -> None:
     key = {"Idempotency-Key": "nightly"}
     first, again = (idle.post("/v1/batch/submit", json=batch(2), headers=key).json() for _ in range(2))
     assert [job["id"] for job in first["jobs"]] == [job["id"] for job in again["jobs"]]
-    assert idle.post("/v1/batch/submit", json=batch(2, seed=1), headers=key).status_code == 422
+    for other in (batch(2, seed=1), batch(1), batch(3), {"submissions": batch(2)["submissions"][::-1]}):
+        refused = idle.post("/v1/batch/submit", json=other, headers=key)
+        assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "idempotency_mismatch")
+    alone = {"Idempotency-Key": "alone"}
+    for path, content, given in (
+        ("/v1/schedules", batch(1)["submissions"][0], key),
+        ("/v1/solve?wait=0", batch(1)["submissions"][0], key),
+        ("/v1/schedules", batch(1)["submissions"][0], alone),
+        ("/v1/batch/submit", batch(1), alone),
+    ):
+        expected = 202 if path == "/v1/schedules" and given == alone else 422
+        assert idle.post(path, json=content, headers=given).status_code == expected
+    assert len(idle.get("/v1/schedules").json()["jobs"]) == 3
 
 
 def test_a_large_one_is_read_elsewhere(idle: Client) -> None:

@@ -151,6 +151,33 @@ def test_every_submission_says_how_many_are_left(idle: Client, idle_settings: Se
         assert 1 <= int(reset.removeprefix("t=")) <= 60
 
 
+def test_headers_of_answers_are_described(client: Client) -> None:
+    document = client.get("/openapi.json").json()
+    path = submit(client, "mine")
+    client.get(path, params={"wait": 50})
+    for verb, route, content in (
+        ("post", "/v1/schedules", body()),
+        ("post", "/v1/schedules", {}),
+        ("post", "/v1/solve", body()),
+        ("post", "/v1/batch/submit", {"submissions": [body()]}),
+        ("post", "/v1/schedules/{job_id}/retry", None),
+        ("put", "/v1/schedules", None),
+        ("get", "/v1/schedules", None),
+        ("get", "/v1/schedules/{job_id}", None),
+        ("get", "/v1/schedules/{job_id}/schedule", None),
+        ("get", "/v1/schedules/{job_id}/problem", None),
+    ):
+        answer = client.request(verb, route.replace("/v1/schedules/{job_id}", path), json=content)
+        operation = document["paths"][route]["get" if verb == "put" else verb]
+        described = operation["responses"][str(answer.status_code)]["headers"]
+        sent = {name for name in document["components"]["headers"] if name in answer.headers}
+        assert set(described) == sent, (verb, route)
+        assert sent > {"X-Request-ID"} or answer.status_code == 422
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            assert all("Retry-After" in operation["responses"][status]["headers"] for status in ("429", "503"))
+
+
 def test_examples_of_the_description_can_be_sent_as_they_are(client: Client) -> None:
     path = submit(client, "mine")
     document = client.get("/openapi.json").json()

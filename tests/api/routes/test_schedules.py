@@ -156,6 +156,42 @@ def test_cancel_retry_remove(idle: Client) -> None:
     assert idle.delete(path).status_code == 404
 
 
+PLAIN = [
+    "no\u00a0break",
+    "family \U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\u0645\u06cc\u200c\u062e",
+    "new \U0001fae9",
+]
+"""A no-break space, joiners of an emoji and of a Persian word, and a character that is newer than Python's tables."""
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_text_of_any_language_can_be_given_and_found(idle: Client, text: str) -> None:
+    problem = PROBLEM.model_copy(update={"name": text, "source": text})
+    job = idle.post("/v1/schedules", json=body(problem, tags=[text])).json()
+    assert job["name"] == text  # the problem's
+    changed = {"name": f"{text} job", "tags": [text, "b"], "note": f"{text}\r\n\tsecond line\n"}
+    path = f"/v1/schedules/{job['id']}"
+    assert idle.patch(path, json=changed).json() == {**idle.get(path).json(), **changed}
+    named = idle.post("/v1/schedules", json=body(name=text)).json()["id"]
+    for query in ({"tag": text}, {"name": text, "sort": "name", "limit": 1}):
+        listed = idle.get("/v1/schedules", params=query).json()
+        assert len(listed["jobs"]) == 1
+    following = {"name": text, "sort": "name", "limit": 1, "cursor": listed["cursor"]}
+    assert {listed["jobs"][0]["id"], idle.get("/v1/schedules", params=following).json()["jobs"][0]["id"]} == {
+        job["id"],
+        named,
+    }
+
+
+@pytest.mark.parametrize("text", ["\x00", "\x1b[31m", "\x7f", "\u202ebob", "\u2066", "\u2028", "a\rb"])
+def test_text_that_hides_or_reorders_is_refused(idle: Client, text: str) -> None:
+    path = idle.post("/v1/schedules", json=body()).headers["location"]
+    for changed in ({"name": text}, {"tags": [text]}, {"note": text}):
+        refused = idle.patch(path, json=changed)
+        assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "not_printable")
+
+
 def test_no_schedule_yet(idle: Client) -> None:
     path = idle.post("/v1/schedules", json=body()).headers["location"]
     answer = idle.get(f"{path}/schedule")
