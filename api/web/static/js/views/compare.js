@@ -272,7 +272,7 @@ function comparedRow({ name, note, id, schedule }, bestUs, all) {
     const cell = element("td");
     cell.append(leave);
     row.append(cell);
-  }
+  } else if (all.some((other) => other.id)) row.append(element("td"));
   row.title = `${OBJECTIVES[objective]}, ${note}`;
   return row;
 }
