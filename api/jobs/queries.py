@@ -29,6 +29,7 @@ from api.jobs.tables import (
     jobs,
     schedules,
     solved_problems,
+    submissions,
     totals,
     workers,
 )
@@ -256,6 +257,7 @@ KEEP_DOCUMENTS = timedelta(hours=1)
 
 KEEP_ANSWERS = timedelta(days=90)
 KEEP_WORKERS = timedelta(days=1)
+KEEP_SUBMISSIONS = timedelta(hours=1)
 MOST_ANSWERS = 10_000
 MOST_ANSWER_BYTES = 2**30
 """Solutions kept of the problems that one key was the first to have solved."""
@@ -292,5 +294,6 @@ async def remove_old(engine: AsyncEngine, settings: Settings) -> int:
         links = [exists().where(table.c.document == documents.c.digest) for table in (schedules, answers)]
         await connection.execute(delete(documents).where(old, *(~link for link in links)))
         await connection.execute(delete(workers).where(workers.c.seen_at < func.now() - KEEP_WORKERS))
+        await connection.execute(delete(submissions).where(submissions.c.at < func.now() - KEEP_SUBMISSIONS))
         await queue.forget(connection)
     return removed

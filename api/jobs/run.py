@@ -283,9 +283,10 @@ class Run:
     async def _end_as_known(self, prepared: Prepared, row: AnyRow) -> bool:
         """End the job with the solution of an equal problem, which was solved while this one waited.
 
-        False where that one will not do, and where the job is tried again: that asks for another search.
+        False where that one will not do, and where the job is tried again: that asks for another search. A job that was
+        answered at once has a schedule before its first attempt.
         """
-        if self.lease.share or self.lease.attempt > 1:
+        if self.lease.share or self.lease.attempt > 1 or self.lease.best is not None:
             return False
         known = prepared.problem, prepared.equality, prepared.config
         found = await self._meanwhile_beating(results.build_equal, row, *known)
