@@ -105,7 +105,7 @@ async def test_a_better_bound_makes_another_document(store: Store, settings: Set
         await leases.beat(worker.engine, worker.mine, proved)
     after = await store.best_schedule(job.id)
     assert [Schedule.from_json(best.text).bound_us for best in (before, after)] == [0.0, 5.0]
-    assert before.revision < after.revision == (await store.get(job.id)).revision
+    assert before.revision.revision < after.revision.revision == (await store.get(job.id)).revision
 
 
 async def test_it_can_be_tried_again_from_its_schedule(store: Store, settings: Settings) -> None:

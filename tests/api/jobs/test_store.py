@@ -124,13 +124,13 @@ async def test_the_life_of_a_job(store: Store, settings: Settings) -> None:
             await store.delete(job)
         await worker.find("gpipe")
         early = await store.best_schedule(job)
-        assert not early.final
+        assert not early.revision.final
         assert verify(Schedule.from_json(early.text)).ok
         await worker.end("zb-h1")
     done = await store.get(job)
     assert (done.status, done.reason, done.stop_reason, done.attempt) == ("succeeded", "feasible", "time", 1)
     final = await store.best_schedule(job)
-    assert final.final
+    assert final.revision.final
     assert Schedule.from_json(final.text).value_us == done.value_us
     told = await store.events(job)
     assert [(event.kind, event.status) for event in told] == [
