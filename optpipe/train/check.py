@@ -6,9 +6,10 @@ import logging
 import math
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from optpipe.profile.measured import Measured
 from optpipe.profile.subject import random_gradient
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
 from optpipe.runtime import module_state, probe
+from optpipe.runtime.activations import LOW_PRECISIONS, storage_key
 from optpipe.runtime.loss import Loss, total_loss
 from optpipe.runtime.messages import Tree, leaves, map_leaves, message_spec, size_bytes, spec_text
 from optpipe.runtime.probe import (
@@ -36,6 +38,7 @@ from optpipe.runtime.probe import (
 from optpipe.runtime.recorder import MemoryMeter
 from optpipe.runtime.rng import RandomNumbers
 from optpipe.runtime.shapes import MessageShapes
+from optpipe.runtime.stage import storages
 from optpipe.runtime.trace_step import record_step
 from optpipe.runtime.weight_gradients import undeferred_layers
 from optpipe.trace import Trace
@@ -47,17 +50,28 @@ from optpipe.train.tasks.base import Batch
 
 LOG = logging.getLogger("optpipe.train")
 
-GRADIENT_LIMITS = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2.0**-7}
-"""A check fails beyond these: what re-ordered sums of a precision can differ by.
+GRADIENT_LIMITS = {"float64": 1e-12, "float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""A check fails beyond these, where rounding is not measured to explain more: what re-ordered sums can differ by.
 
-Under autocast on a GPU that is two roundings to bfloat16, of 2^-8 each, where it sums in another order before them.
+In low precision that is two roundings, of eps / 2 each, where a kernel sums in another order before them.
 """
 
 LIMITS_OF_COPIES = {"bf16": 2.0**-8, "fp8": 2.0**-4}
-"""Limits where activations come back in low precision: the rounding of one entry. Sums of many differ by less."""
+"""The same where activations come back in low precision: the rounding of one entry. Sums mostly differ by less."""
 
 AUTOCAST_LIMIT_ON_CPU = 1e-5
 """There the order is the same: the error was below 1e-6, and a step that left autocast out is 0.006 away."""
+
+MOST_OF_ROUNDING = 0.25
+"""Rounding changes most gradients by less: 0.04 was measured for copies in fp8, which have 4 bits."""
+
+ROUNDINGS = 2
+"""Multiples of the effect of rounding (`_rounding_effects`) that explain an error.
+
+The schedule and the plain step round different sums. If E is what rounding does to the plain one, then both are about E
+away from what there would be without, and by the triangle inequality at most 2 E from each other. E has in it what no
+constant has: how many numbers an entry of the gradient sums, in which precision, and how far they cancel out.
+"""
 
 
 def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -> CheckResult:
@@ -93,17 +107,18 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
 
     with module_state.unchanged([*plain_modules, model.task.loss], model.hardware):
         plain_loss = reference_step(plain_modules, model.task.loss, *plain_batch, autocast, drawing)
+    limits = _gradient_limits(model, plain_modules, plain_batch, plain_loss, drawing)
     first, second, live_bytes = MemoryMeter(), MemoryMeter(), []
     with unchanged(model):
         losses = model.run(*model.own_part(batch), first)
-        worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
+        errors = gradient_errors(model, plain_modules)
         live_bytes.append({d: first.live_bytes[d] for d in model.devices})
         model.run(*model.own_part(batch), second)
         live_bytes.append({d: second.live_bytes[d] for d in model.devices})
     if any(model.launch.gather(not all(stage.splits for stage in model.stages.values()))):
         with unchanged(model):  # once more: under a meter the code of torch.compile does not run
             losses = model.run(*model.own_part(batch))
-        worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
+        errors = gradient_errors(model, plain_modules)
     loss = model.mean_loss(model.launch.sum(losses))
     memory = [
         {
@@ -116,15 +131,21 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
         }
         for d in model.devices
     ]
-    ranks = model.launch.gather({"worst": worst, "devices": memory})
+    own = {
+        "worst": max(errors, default=(0.0, "")),
+        "beyond": max(((error / limits[name], error, limits[name], name) for error, name in errors), default=None),
+        "devices": memory,
+    }
+    ranks = model.launch.gather(own)
     error, parameter = max(tuple(rank["worst"]) for rank in ranks)
+    beyond = max(tuple(rank["beyond"]) for rank in ranks if rank["beyond"] is not None)
     devices = [
         DeviceMemory(**device | {"live_bytes": tuple(device["live_bytes"])})
         for rank in ranks[: model.launch.pipeline_processes]
         for device in rank["devices"]
     ]
     result = CheckResult(error, parameter, relative_error(abs(loss - plain_loss), abs(plain_loss)), tuple(devices))
-    return replace(result, failures=(*_gradient_failures(result, model), *_memory_failures(result, model)))
+    return replace(result, failures=(*_gradient_failures(*beyond), *_memory_failures(result, model)))
 
 
 @contextmanager
@@ -316,20 +337,111 @@ def gradient_errors(model: Model, plain_modules: Sequence[nn.Module]) -> list[tu
     return errors
 
 
-def _gradient_failures(check: CheckResult, model: Model) -> Iterator[str]:
-    """A sentence about the worst parameter, if its error is beyond rounding."""
-    config = model.config.model
-    limit = GRADIENT_LIMITS[config.autocast or config.dtype]
-    if config.autocast and model.hardware.type == "cpu":
-        limit = AUTOCAST_LIMIT_ON_CPU
-    copies = {IN_LOW_PRECISION[name] for name in model.program.modes.values() if name in IN_LOW_PRECISION}
-    limit = max(limit, *(LIMITS_OF_COPIES[precision] for precision in copies), 0.0)
-    if not check.max_gradient_error <= limit:
+def _gradient_failures(ratio: float, error: float, limit: float, parameter: str) -> Iterator[str]:
+    """A sentence about the parameter whose error is furthest beyond its limit, if one is."""
+    if not ratio <= 1.0:
         yield (
-            f"the gradient of {check.worst_parameter} differs from the plain step's by {check.max_gradient_error:.2e} "
-            f"of its largest entry, but rounding explains at most {limit:.2e}. Maybe this stage or a later one "
-            "keeps something from one microbatch to the next, or draws random numbers by other means than torch's."
+            f"the gradient of {parameter} differs from the plain step's by {error:.2e} of its largest entry, but "
+            f"rounding explains at most {limit:.2e}. Maybe this stage or a later one keeps something from one "
+            "microbatch to the next, or draws random numbers by other means than torch's."
         )
+
+
+def _gradient_limits(
+    model: Model, plain_modules: Sequence[nn.Module], batch: Batch, plain_loss: float, drawing: Drawing
+) -> Mapping[str, float]:
+    """Largest error that rounding explains in the gradient of each parameter, by stage and name.
+
+    Its effect is measured where numbers are of low precision and the plain step repeats its loss: a model that does not
+    would have other errors than those of rounding in the measurement.
+    """
+    autocast = model.config.model.autocast
+    parameters = {
+        f"stages[{s}].{name}": p for s, module in enumerate(plain_modules) for name, p in module.named_parameters()
+    }
+    precisions = {str(p.dtype).removeprefix("torch.") for p in parameters.values()} & GRADIENT_LIMITS.keys()
+    limit = max(GRADIENT_LIMITS[precision] for precision in precisions | {autocast or "float64"})
+    if autocast and model.hardware.type == "cpu":
+        limit = AUTOCAST_LIMIT_ON_CPU
+    modes, slices = model.program.modes, model.program.slices
+    copies = {(s, i // slices): IN_LOW_PRECISION[name] for (s, i), name in modes.items() if name in IN_LOW_PRECISION}
+    limit = max(limit, *(LIMITS_OF_COPIES[precision] for precision in copies.values()), 0.0)
+    narrow = bool(precisions & {"bfloat16", "float16"})
+    if not (copies or narrow or (autocast and model.hardware.type != "cpu")):
+        return dict.fromkeys(parameters, limit)
+    with module_state.unchanged([*plain_modules, model.task.loss], model.hardware):
+        torch_autocast = model.config.model.torch_autocast
+        again = reference_step(plain_modules, model.task.loss, *batch, torch_autocast, drawing, backward=False)
+    if relative_error(abs(again - plain_loss), abs(plain_loss)) > GRADIENT_LIMITS["float32"]:
+        return dict.fromkeys(parameters, limit)
+    effects = _rounding_effects(model, plain_modules, batch, drawing, copies, narrow=narrow)
+    return {name: max(limit, ROUNDINGS * effects.get(name, 0.0)) for name in parameters}
+
+
+def _rounding_effects(
+    model: Model,
+    plain_modules: Sequence[nn.Module],
+    batch: Batch,
+    drawing: Drawing,
+    copies: Mapping[tuple[int, int], str],
+    *,
+    narrow: bool,
+) -> Mapping[str, float]:
+    """Errors of the gradients of `plain_modules` against those of a plain step that rounds otherwise, by parameter.
+
+    That rounds the activations of the (stage, microbatch) pairs of `copies` to their precision; `narrow` modules are in
+    float32 there. Empty where they do not run so, or where the difference is more than rounding.
+    """
+    modules = [module.to(model.hardware) for module in model.task.build_stages()]
+    inputs, targets = batch
+    if narrow:
+        modules = [module.float() for module in modules]
+        inputs, targets = ([map_leaves(_widened, part) for part in parts] for parts in batch)
+    received = {storage_key(leaf) for part in inputs for leaf in leaves(part)}
+    own = [storages([*module.parameters(), *module.buffers()]) for module in modules]
+
+    def saving(stage: int, microbatch: int) -> AbstractContextManager[None]:
+        precision = copies.get((stage, microbatch % model.program.microbatches))
+        resident = own[stage] if stage else own[stage] | received
+        return _saving_rounded(precision, resident) if precision else nullcontext()
+
+    autocast = model.config.model.torch_autocast if copies else None
+    try:
+        with module_state.unchanged([*modules, model.task.loss], model.hardware):
+            reference_step(modules, model.task.loss, inputs, targets, autocast, drawing, saving)
+    except RuntimeError:  # such as of a dtype that is written into a module
+        return {}
+    effects = {}
+    for s, (plain, other) in enumerate(zip(plain_modules, modules, strict=True)):
+        others = dict(other.named_parameters())
+        for name, parameter in plain.named_parameters():
+            gradient = others[name].grad
+            if parameter.grad is not None and gradient is not None:
+                effects[f"stages[{s}].{name}"] = gradient_error(gradient, parameter.grad)
+    # On a GPU masks of dropout may be others in float32; then most gradients are.
+    only_rounding = effects and median(effects.values()) <= MOST_OF_ROUNDING
+    return {name: effect for name, effect in effects.items() if math.isfinite(effect)} if only_rounding else {}
+
+
+def _widened(leaf: Tensor) -> Tensor:
+    return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+
+
+@contextmanager
+def _saving_rounded(precision: str, resident: Collection[int]) -> Iterator[None]:
+    """Context in which autograd saves numbers as they come back from the host in low precision."""
+    narrow = LOW_PRECISIONS[precision]
+
+    def pack(saved: Tensor) -> Tensor:
+        if saved.dtype not in (torch.float32, torch.float64) or storage_key(saved) in resident or not saved.numel():
+            return saved.detach()
+        if precision == "bf16":
+            return saved.detach().to(narrow).to(saved.dtype)
+        scale = (saved.detach().abs().amax() / torch.finfo(narrow).max).clamp_min(1e-30)
+        return (saved.detach() / scale).to(narrow).to(saved.dtype) * scale
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        yield
 
 
 def _memory_failures(check: CheckResult, model: Model) -> Iterator[str]:
@@ -349,7 +461,7 @@ def _memory_failures(check: CheckResult, model: Model) -> Iterator[str]:
 
 
 Drawing = Callable[[int, int], AbstractContextManager[None]]
-"""Context in which torch draws the random numbers of a (stage, microbatch)."""
+"""Context of a (stage, microbatch), such as one in which torch draws the random numbers of it."""
 
 
 def reference_step(
@@ -359,23 +471,26 @@ def reference_step(
     targets: Sequence[Tree],
     autocast: torch.dtype | None = None,
     drawing: Drawing = lambda _stage, _microbatch: nullcontext(),
+    saving: Drawing = lambda _stage, _microbatch: nullcontext(),
+    *,
+    backward: bool = True,
 ) -> float:
     """Set `.grad` of all parameters to the gradient of the mean loss over the microbatches; return that loss.
 
     Parameters that are frozen, or on which the loss does not depend, get none. The loss draws the random numbers of the
-    last module.
+    last module. Contexts of `saving` are around the forward of each. Without `backward` gradients stay as they are.
     """
-    for module in modules:
+    for module in modules if backward else ():
         module.zero_grad()
     total = 0.0
     last = len(modules) - 1
     for i, (x, target) in enumerate(zip(inputs, targets, strict=True)):
         with torch.autocast(leaves(x)[0].device.type, autocast) if autocast else nullcontext():
             for s, module in enumerate(modules):
-                with drawing(s, i):
+                with drawing(s, i), saving(s, i):
                     x = total_loss(loss(module(x), target)) if s == last else module(x)
         value = x / len(inputs)
-        if value.requires_grad:
+        if backward and value.requires_grad:
             torch.autograd.backward(value)
         total += value.item()
     return total

@@ -10,6 +10,7 @@ from dataclasses import replace
 from optpipe.compile import Program, compile_schedule
 from optpipe.errors import RunFailedError, TrainingError
 from optpipe.runtime.recorder import Recorder
+from optpipe.runtime.weight_gradients import accumulate_in_float32
 from optpipe.trace import Trace
 from optpipe.train.callback import Callback
 from optpipe.train.check import check_step, evaluation_loss, record_trace, warn_undeferred
@@ -162,7 +163,7 @@ def _check(model: Model) -> CheckResult:
     """Check against the stages as the task builds them, in which a shared parameter is one tensor."""
     plain_modules = model.task.build_stages()
     for module in plain_modules:
-        module.to(model.hardware)
+        accumulate_in_float32(module.to(model.hardware))
     return check_step(model, plain_modules, model.task.batch(0))
 
 

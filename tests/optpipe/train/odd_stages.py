@@ -71,6 +71,26 @@ class Hoarding(nn.Linear):
         return self.kept[-1]
 
 
+class Drifting(nn.Linear):
+    """Returns a little more with each call of any of its kind, until it begins anew."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Drifting.calls += 1
+        return (1 + 0.01 * (Drifting.calls % 37)) * super().forward(x)
+
+
+def drifting() -> Built:
+    """The last stage changes by itself."""
+    return _built([nn.Linear(WIDTH, WIDTH), Drifting(WIDTH, WIDTH)])
+
+
+def normed() -> Built:
+    """A norm behind each layer, of which the bias does nothing."""
+    return _built([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(2)])
+
+
 def counting() -> Built:
     """The last stage has a gradient that no plain step has."""
     return _built([nn.Linear(WIDTH, WIDTH), Counting()])

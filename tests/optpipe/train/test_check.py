@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from instances.schedules import one_f_one_b
+from instances.schedules import OFFLOAD, one_f_one_b
 from optpipe.compile import compile_schedule
 from optpipe.errors import TrainingError
-from optpipe.schedule import schedule_text
+from optpipe.runtime import Stage
+from optpipe.schedule import Schedule, schedule_text
 from optpipe.train import CheckResult, ModelConfig, OutputConfig, StepReport, TrainingConfig, train
 from optpipe.train.check import gradient_errors, reference_step
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from tests.ranks import RunRanks
+from tests.recomputing import random_executable
 
 SCHEDULE = one_f_one_b(2, 2)
 STAGES = "tests.optpipe.train.odd_stages"
@@ -131,3 +135,53 @@ def test_each_replica_draws_its_own_numbers(run_ranks: RunRanks, tmp_path: Path)
     found = json.loads(run_ranks(MAIN, 4, "train", "--schedule", str(path), *options.split()))["check"]
     assert found["max_gradient_error"] < 1e-5
     assert found["loss_error"] < 1e-6
+
+
+BF16 = ModelConfig("tiny", layers=8, dtype="bfloat16")
+NORMED = ModelConfig(f"{STAGES}:normed")
+
+
+def rounded_copies() -> Schedule:
+    return random_executable(range(2), 4, 0, [{"name": "offload-bf16", "offload": OFFLOAD}])
+
+
+def failures_of(model: ModelConfig, schedule: Schedule) -> Sequence[str]:
+    check = train(TrainingConfig(schedule, model, steps=1, check=True)).check
+    assert check is not None
+    return check.failures
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        (BF16, one_f_one_b(2, 4)),  # an embedding sums many rows in bfloat16
+        (ModelConfig("tiny", dtype="bfloat16"), one_f_one_b(2, 16)),  # many microbatches
+        (NORMED, rounded_copies()),  # the gradient of a bias before a norm is 0 but for rounding
+    ],
+    ids=["sums in bfloat16", "many microbatches", "copies in bfloat16"],
+)
+def test_what_rounding_does_to_a_good_step_is_no_failure(model: ModelConfig, schedule: Schedule) -> None:
+    assert not failures_of(model, schedule)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"), [(BF16, one_f_one_b(2, 4)), (NORMED, rounded_copies())], ids=["bfloat16", "copies"]
+)
+def test_gradients_that_are_two_percent_too_large_are_more_than_rounding(
+    model: ModelConfig, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled(*arguments: Any, gradient_scale: float, **options: Any) -> Stage:
+        return Stage(*arguments, gradient_scale=1.02 * gradient_scale, **options)
+
+    monkeypatch.setattr("optpipe.train.model.Stage", scaled)
+    [failure] = failures_of(model, schedule)
+    assert re.match(r"the gradient of stages\[\d\]\.\S+ differs from the plain step's by \d\.\d+e-02 of", failure)
+    limit = re.search(r"rounding explains at most (\S+)\. Maybe", failure)
+    assert limit is not None
+    assert float(limit[1]) < 0.01
+
+
+def test_what_differs_from_call_to_call_is_no_rounding() -> None:
+    """It would show in the measured effect of rounding, too."""
+    [failure] = failures_of(ModelConfig(f"{STAGES}:drifting"), rounded_copies())
+    assert "rounding explains at most 3.91e-03" in failure
