@@ -241,7 +241,7 @@ def _measured_again(
 def unchanged(stages: Iterable[Stage], *, gradients: bool = True) -> Iterator[None]:
     """Context after which stages, their losses and all generators are as before: see `optpipe.runtime.module_state`.
 
-    Gradients, too, unless told otherwise: within the context there are none at first.
+    With `gradients` theirs too: within the context there are none at first.
     """
     stages = list(stages)
     steps = [(stage.random, stage.random.step) for stage in stages if stage.random]

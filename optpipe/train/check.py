@@ -68,9 +68,9 @@ MOST_OF_ROUNDING = 0.25
 ROUNDINGS = 2
 """Multiples of the effect of rounding (`_rounding_effects`) that explain an error.
 
-The schedule and the plain step round different sums. If E is what rounding does to the plain one, then both are about E
-away from what there would be without, and by the triangle inequality at most 2 E from each other. E has in it what no
-constant has: how many numbers an entry of the gradient sums, in which precision, and how far they cancel out.
+The schedule and the plain step round different sums. If E is what rounding does to the plain one, then both differ by
+about E from what there would be without, and by the triangle inequality at most by 2 E from each other. E has in it
+what no constant has: how many numbers an entry of the gradient sums, in which precision, and how far they cancel out.
 """
 
 

@@ -183,11 +183,11 @@ def run(folder: Path, **options: Any) -> tuple[list[float], list[dict[str, list[
     return list(result.losses), [{n: t.tolist() for n, t in load_file(file).items()} for file in files]
 
 
-def test_a_training_counts_each_microbatch_once_whatever_runs_beside_it(tmp_path: Path) -> None:
+def test_a_training_counts_each_microbatch_once_whatever_else_runs(tmp_path: Path) -> None:
     """With and without a check, evaluations and a recorded step: the same losses, weights, buffers and counters."""
     plain, state = run(tmp_path / "plain")
-    beside = run(tmp_path / "more", check=True, evaluate=1, evaluate_every=1, output=OutputConfig(trace_step=2))
-    assert beside == (plain, state)
+    with_more = run(tmp_path / "more", check=True, evaluate=1, evaluate_every=1, output=OutputConfig(trace_step=2))
+    assert with_more == (plain, state)
     calls = STEPS * M
     assert [stage[f"{s}.counts"] for s, stage in enumerate(state)] == [calls * (calls + 1) // 2] * 2
     assert [stage[f"{s}.norm.num_batches_tracked"] for s, stage in enumerate(state)] == [calls] * 2
