@@ -215,20 +215,22 @@ def _hugging_face(model: str, options: Options) -> tuple[Subject, Sequence[int],
         )
         raise InputError([Issue("--slices", "not_taken", detail)])
     inputs, labels = batches.batch(0)
+    compared = list(zip(inputs, labels, strict=True))
     loss = PerToken(found.loss)
     if options.slices:  # the label of a slice's last position is in the next slice
         labels = [found.loss.shifted(label) for label in labels]
         loss = PerToken(LabelLoss(shift=False))
     batch = list(zip(inputs, loss.with_tokens(labels), strict=True))
     if placed is not None:
-        stages, each = found.build_stages(sample=batch[0][0]), None
+        stages, each = found.build_stages(None, compared), None
     else:
         alike = found.alike()
         measured = sorted({*alike})
-        built = found.build_stages(measured)
+        built = found.build_stages(measured, compared)
         stages, placed = [built[u] for u in measured], range(len(measured))
         each = [(str(unit), measured.index(u)) for unit, u in zip(found.units, alike, strict=True)]
-    return sampled(Subject(f"{batches.name}, {options.dtype}", stages, *batch[0], loss), batch), placed, each
+    subject = Subject(f"{batches.name}, {options.dtype}", stages, *batch[0], loss, compared=len(compared))
+    return sampled(subject, batch), placed, each
 
 
 def _build_gpt(model: str, options: Options, stages: int) -> Subject:

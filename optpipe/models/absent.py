@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from optpipe.runtime.torch_private import tree_map_only
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class Absent(nn.Module):
-    """Placeholder for a module of another stage: returns its first argument, or zero in place of an embedding.
+    """Placeholder for a module of another stage: passes its first floating-point argument on.
 
+    A module that gets none, such as an embedding of token ids, is replaced by zeros of the shape of its output.
     Attributes are those of the module `stands_for`, which stays on the meta device. `in_tuple`: return a tuple of one
     value, as layers of some models do.
     """
@@ -34,27 +37,36 @@ class Absent(nn.Module):
             return getattr(self.__dict__["_stands_for"], name)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The first argument; for an embedding a zero, since models add its output."""
-        if isinstance(self.__dict__["_stands_for"], nn.Embedding):
-            return torch.zeros((), dtype=self.weight.dtype)
-        return self._returned(inputs[0] if inputs else next(iter(named.values())))
+        """The first floating-point tensor among the arguments; zeros for a module that makes tensors from others."""
+        of_others = isinstance(self.__dict__["_stands_for"], nn.Embedding)  # some look positions up by a mask
+        for value in (*inputs, *named.values()):
+            if isinstance(value, Tensor) and value.is_floating_point() and not of_others:
+                return self._returned(value)
+        return self._zeros(*inputs, **named)
 
     def _returned(self, value: Any) -> Any:
         return (value,) if self.__dict__["in_tuple"] else value
+
+    def _zeros(self, *inputs: Any, **named: Any) -> Any:
+        """Zeros in place of the tensors that the module makes of these arguments."""
+        # Some models move ids to the device of the embedding's weight, which is none here.
+        devices = [value.device for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
+        device = next((device for device in devices if device.type != "meta"), None)
+
+        def zeros(tensor: Tensor) -> Tensor:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+        return tree_map_only(Tensor, zeros, on_meta(self.__dict__["_stands_for"], inputs, named))
 
     def __repr__(self) -> str:
         return f"{type(self.__dict__['_stands_for']).__name__} of another stage"
 
 
-class Probe(Absent):
-    """Placeholder while the order of modules is found: returns zeros of an embedding's shape in its place."""
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The first argument, or embeddings of zero."""
-        received, module = inputs[0] if inputs else next(iter(named.values())), self.__dict__["_stands_for"]
-        if isinstance(module, nn.Embedding) and isinstance(received, Tensor):
-            return torch.zeros(*received.shape[:2], module.embedding_dim, dtype=module.weight.dtype)
-        return self._returned(received)
+def on_meta(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """The output of a module on the meta device for arguments of any device: shapes and dtypes alone."""
+    inputs, named = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (tuple(inputs), dict(named)))
+    with torch.no_grad():
+        return module(*inputs, **named)
 
 
 class Received(Absent):

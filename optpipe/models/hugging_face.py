@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue, needs_extra
-from optpipe.models.absent import Absent, Probe, prune, pruned_copy
+from optpipe.models.absent import Absent, prune, pruned_copy
 from optpipe.models.cut import Unit, evenly, parse_cut, ranges
-from optpipe.models.hugging_face_stage import OWN_STAGES, Balancing, ModelStage
-from optpipe.models.loss import LabelLoss
-from optpipe.runtime.messages import Tree
+from optpipe.models.hugging_face_stage import Balancing, ModelStage
+from optpipe.models.loss import LabelLoss, PerToken
+from optpipe.models.reads import OWN_STAGES, Cuttable, Reads, examine, image_like
+from optpipe.runtime.loss import total_loss
+from optpipe.runtime.messages import Tree, map_leaves
 from optpipe.runtime.stage import evaluating
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class HuggingFace:
         self.name, self._seed, self._dtype = name, seed, dtype
         self._path = Path(name.removeprefix(PREFIX))
         with needs_extra("hf", "models of transformers"):
-            import transformers
+            pass
         self.config = self._read_config()
         self.kind = self._class()
         self.weights = sorted(self._path.glob("*.safetensors")) if self._path.is_dir() else []
@@ -87,20 +89,30 @@ class HuggingFace:
             self._refuse("too_few_layers", f"has {layers} layers, but there are {stages} stages. Maybe fewer.")
         else:
             self.sizes = tuple(n + (s == stages - 1) for s, n in enumerate(evenly(layers, stages)))
-        self.causal = self.kind.__name__ in _names(transformers.models.auto.modeling_auto)
+        self._reads = self._examine()
         self._balanced = self._balancing()
 
     @property
     def vocabulary(self) -> int | None:
         """Entries of the vocabulary; None for a model that reads no tokens."""
         size = getattr(self.config.get_text_config(), "vocab_size", None)
-        return size if isinstance(size, int) and self._whole.main_input_name == "input_ids" else None
+        return size if isinstance(size, int) and self.main_input == "input_ids" else None
 
     @property
     def longest(self) -> int | None:
         """The longest sequence that the configuration allows, if it says so."""
         found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
+
+    @property
+    def main_input(self) -> str:
+        """Name of the argument that the first stage takes: the token ids, or the pixels of images."""
+        return self._whole.main_input_name
+
+    @property
+    def causal(self) -> bool:
+        """True if the model predicts the next token: its loss shifts the labels."""
+        return self._reads.shift
 
     @property
     def takes_slices(self) -> bool:
@@ -112,14 +124,22 @@ class HuggingFace:
     @property
     def loss(self) -> LabelLoss:
         """Cross entropy by tokens, and the model's auxiliary loss of experts where the configuration asks for it."""
-        return LabelLoss(shift=self.causal, coefficient=self._balanced.coefficient if self._balanced else 0.0)
+        return LabelLoss(
+            shift=bool(self._reads.shift), coefficient=self._balanced.coefficient if self._balanced else 0.0
+        )
 
-    def build_stages(self, own: Collection[int] | None = None, sample: Tree | None = None) -> list[nn.Module]:
+    def build_stages(
+        self,
+        own: Collection[int] | None = None,
+        batch: Sequence[tuple[Tree, Tree]] = (),
+        hardware: torch.device | None = None,
+    ) -> list[nn.Module]:
         """New stages on the CPU, equal at each call; those not in `own` (None: all are) stay on the meta device.
 
-        Parameters that the model ties are one parameter in all stages. With a `sample`, a microbatch, the stages, which
-        must all be this process's, are run and compared with the model before it is cut. Raises InputError where they
-        compute something else.
+        Parameters that the model ties are one parameter in all stages. With a `batch`, microbatches with their labels,
+        the stages of `own`, the first and the last among them, are moved to `hardware` and compared with the model
+        before it is cut, where the layers of other stages pass hidden states on. Raises InputError where they compute
+        something else.
         """
         with torch.device("meta"), _default_dtype(self._dtype):
             whole = self.kind(self._run_config())
@@ -129,12 +149,26 @@ class HuggingFace:
         if wanted:
             valued = self._with_values({name for u in wanted for name in self.units[u].modules})
             _give_values(stages, whole, valued)
-            if sample is not None:
-                self._compare(stages, valued, sample)
             for s, stage in enumerate(stages):
                 if own is None or s in own:
                     _check_complete(self.name, s, stage)
+            if batch:
+                run = [stage for s, stage in enumerate(stages) if own is None or s in own]
+                self._compare(run, valued, batch, hardware or torch.device("cpu"))
         return stages
+
+    def compare(self, batch: Sequence[tuple[Tree, Tree]], hardware: torch.device, room_bytes: int) -> None:
+        """Compare the cut model with the uncut one on a batch, where no process has all stages for longer.
+
+        Where the model needs more than `room_bytes`, one layer of each kind is compared (`alike`), each as a stage.
+        Raises InputError where they compute something else.
+        """
+        if sum(p.numel() * p.element_size() for p in self._whole.parameters()) <= room_bytes:
+            self.build_stages(None, batch, hardware)
+            return
+        apart = copy.copy(self)
+        apart.sizes = (1,) * len(self.units)
+        apart.build_stages({*self.alike()}, batch, hardware)
 
     def alike(self) -> list[int]:
         """For each unit the first that is equal to it but for the values of its weights."""
@@ -156,21 +190,39 @@ class HuggingFace:
         files = {path.name: path.stat().st_size for path in self.weights}
         return {"model": self.kind.__name__, "configuration": data, "weights": files, "dtype": str(self._dtype)}
 
-    def _compare(self, stages: Sequence[nn.Module], uncut: Any, sample: Tree) -> None:
-        """Run a microbatch through stages and uncut model: layers of some hand on more than hidden states."""
-        message = sample
+    def _compare(
+        self, stages: Sequence[nn.Module], uncut: Any, batch: Sequence[tuple[Tree, Tree]], hardware: torch.device
+    ) -> None:
+        """Run microbatches through stages and uncut model, and compare logits and losses."""
+        loss = PerToken(self.loss)
+        options = {} if self._balanced is None else {"output_router_logits": True}
+        for module in (*stages, uncut):
+            module.to(hardware)
         with torch.no_grad(), evaluating([*stages, uncut]):
-            expected = (uncut(**sample) if isinstance(sample, dict) else uncut(sample)).logits
-            for stage in stages:
-                message = stage(message)
-        logits = message["logits"] if isinstance(message, dict) else message
-        difference, scale = float((logits - expected).abs().max()), float(expected.abs().max())
-        if not difference <= scale * torch.finfo(self._dtype).eps ** 0.5:
-            self._refuse(
-                "cut_differs",
-                f"computes something else when it is cut: its logits differ by {difference:.2g} of {scale:.2g}. "
-                f"{OWN_STAGES}",
-            )
+            for i, pair in enumerate(batch):
+                inputs, labels = (map_leaves(lambda leaf: leaf.to(hardware), tree) for tree in pair)
+                arguments = inputs if isinstance(inputs, dict) else {self.main_input: inputs}
+                who = "fails"
+                try:
+                    expected = uncut(**arguments, **options, labels=labels, return_dict=True)
+                    who, message = "fails when it is cut", inputs
+                    for stage in stages:
+                        message = stage(message)
+                    [target] = loss.with_tokens([labels])
+                    own = total_loss(loss(message, target))
+                except Exception as error:
+                    self._refuse("not_run", f"{who}, on microbatch {i} of step 0: {_line(error)}")
+                logits = message["logits"] if isinstance(message, dict) else message
+                scale = max(_largest(expected.logits), 1e-30)
+                found = {"logits": _largest(_difference(logits, expected.logits))}
+                if self.loss.count(labels):
+                    found["loss"] = _largest(_difference(own, expected.loss))
+                eps = torch.finfo(self._dtype).eps
+                for what, difference in found.items():
+                    if not difference <= scale * min(eps**0.5, 100 * eps):
+                        where = f"in the {what} of microbatch {i}, whose largest logit is {scale:.2g}"
+                        detail = f"computes something else when it is cut: a difference of {difference:.2g} {where}."
+                        self._refuse("cut_differs", f"{detail} {OWN_STAGES}")
 
     def _read_config(self) -> PretrainedConfig:
         from transformers import AutoConfig
@@ -291,11 +343,25 @@ class HuggingFace:
             self._refuse("no_layers", f"does not run {self._layers}. {OWN_STAGES}")
         return order
 
+    def _examine(self) -> Reads:
+        """What a later stage needs, and the loss; found by placeholders."""
+        before = [name for name in self.units[0].modules if not name.startswith(f"{self._layers}.")]
+        behind, everywhere = self.units[-1].modules, self._everywhere(self._whole)
+        named = f"model {self.name}"
+        parts = Cuttable(named, self._whole, self._spine, self._layers, before, behind, everywhere, self._in_tuple)
+        try:
+            return examine(parts)
+        except InputError:
+            raise
+        except Exception as error:
+            what = f"is {self.kind.__name__}, which does not run with other modules in place of its layers, embeddings"
+            self._refuse("not_examined", f"{what} and head: {_line(error)} {OWN_STAGES}")
+
     def _probe(self) -> tuple[list[str], Exception | None]:
         """The order of a run in which all are absent, and why it failed, if it did."""
         order: list[str] = []
         shapes: set[torch.Size] = set()
-        model = pruned_copy(self._whole, self._spine, (), Probe, self._in_tuple)
+        model = pruned_copy(self._whole, self._spine, (), in_tuple=self._in_tuple)
         blocks: Any = model.get_submodule(self._layers)
         for block in blocks:
             block.register_forward_pre_hook(lambda _, inputs: shapes.update(x.shape for x in inputs[:1]))
@@ -304,11 +370,9 @@ class HuggingFace:
                 full = f"{parent}.{name}" if parent else name
                 if full not in self._spine:
                     child.register_forward_hook(lambda *_, name=full: order.append(name))
-        x = torch.zeros(1, 2, dtype=torch.int64)
-        if self._whole.main_input_name == "pixel_values":
-            size, channels = self.config.image_size, self.config.num_channels
-            x = torch.zeros(1, channels, size, size, dtype=self._dtype)
         try:
+            images = self.main_input == "pixel_values"
+            x = image_like(self._whole) if images else torch.zeros(1, 2, dtype=torch.int64)
             with torch.no_grad():
                 nn.Module.eval(model)(x)
             if len(shapes) > 1:  # an entry of the hidden states was taken for the first of a tuple
@@ -323,7 +387,13 @@ class HuggingFace:
         model = pruned_copy(whole, self._spine, own | self._everywhere(whole), in_tuple=self._in_tuple)
         last = s == len(self.sizes) - 1
         stage = ModelStage(
-            model, self._layers, part, last=last, balanced=self._balanced, in_tuple=self._in_tuple is not None
+            model,
+            self._layers,
+            part,
+            last=last,
+            balanced=self._balanced,
+            in_tuple=self._in_tuple is not None,
+            sends_main=self._reads.main,
         )
         stage.takes_slices = self.takes_slices
         return stage
@@ -345,11 +415,11 @@ class HuggingFace:
             holders = [next((u for u in units if name.startswith(f"{u}.")), None) for name in names]
             if keep.intersection(holders):
                 keep.update(name for name in holders if name)
-        spine, wanted = self._spine, keep
+        spine, wanted, in_tuple = self._spine, keep, self._in_tuple
 
         def build(model: Any, config: PretrainedConfig, *args: Any, **options: Any) -> None:
             self.kind.__init__(model, config, *args, **options)
-            prune(model, spine, wanted, Absent)
+            prune(model, spine, wanted, Absent, in_tuple)
 
         # Of the same name, by which transformers finds how weights in files are named.
         members = {"__init__": build, "_keys_to_ignore_on_load_unexpected": [".*"], "__module__": self.kind.__module__}
@@ -500,10 +570,15 @@ def _check_complete(model: str, number: int, stage: nn.Module) -> None:
             raise InputError([Issue("", "no_values", detail)], f"model {model}")
 
 
-def _names(module: Any) -> set[str]:
-    """Class names of causal language models."""
-    names = module.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return {one for name in names for one in (name if isinstance(name, tuple) else (name,))}
+def _difference(found: Tensor, expected: Tensor) -> Tensor:
+    """Entry by entry; 0 where both are infinite alike or not numbers, as in rows that a mask leaves without any key."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    return (found - expected).masked_fill(same, 0.0)
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest absolute value; not a number where one is."""
+    return float(tensor.detach().abs().max())
 
 
 def _line(error: Exception) -> str:

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from optpipe.errors import TrainingError
 from optpipe.models.absent import Received
+from optpipe.models.reads import OWN_STAGES
 from optpipe.runtime.messages import Tree
 from optpipe.runtime.slices import SliceContext, slice_context
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-OWN_STAGES = "Maybe give stages of your own, as package.module:callable."
 
 HIDDEN, EXPERTS = "hidden_states", "experts"
 """Entries of a message that is more than the hidden states."""
@@ -28,8 +27,9 @@ class ModelStage(nn.Module):
     """The layers `part` of the list named `layers`, in a model without the others; the `last` stage returns logits.
 
     The first stage takes the model's main input, or a dict of its arguments. Further arguments (masks, positions) are
-    sent on to the stages behind, beside the hidden states. `balanced`: the auxiliary loss of experts, if the model has
-    one. `in_tuple`: True if layers return tuples. Layers that return anything else raise TrainingError.
+    sent on to the stages behind, beside the hidden states, and so is the main input if `sends_main`. `balanced`: the
+    auxiliary loss of experts, if the model has one. `in_tuple`: True if layers return tuples. Layers that return
+    anything else raise TrainingError.
     """
 
     def __init__(
@@ -41,14 +41,16 @@ class ModelStage(nn.Module):
         last: bool,
         balanced: Balancing | None,
         in_tuple: bool = False,
+        sends_main: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.takes_slices = False
         self._first, self._last, self._balanced = part.start == 0, last, balanced
         arguments = inspect.signature(type(model).forward).parameters
-        self._main = model.main_input_name
-        self._takes = self._main if self._first or "inputs_embeds" not in arguments else "inputs_embeds"
+        self._main, self._sends_main = model.main_input_name, sends_main
+        # What the model's forward is given in place of its main input, where that is not sent.
+        self._takes = "inputs_embeds" if "inputs_embeds" in arguments else self._main
         blocks: Any = model.get_submodule(layers)
         self._before: list[Received] = []
         if not self._first:
@@ -74,8 +76,8 @@ class ModelStage(nn.Module):
         Raises TrainingError where the batch has further arguments and sequences are sliced.
         """
         message = dict(received) if isinstance(received, dict) else {self._main if self._first else HIDDEN: received}
-        sums = message.pop(EXPERTS, None)
-        states = message.pop(self._main if self._first else HIDDEN)
+        sums, states = message.pop(EXPERTS, None), message.pop(HIDDEN, None)
+        main = {self._main: message.pop(self._main)} if self._first or self._sends_main else {self._takes: states}
         cached: dict[str, Any] = {}
         if slice_context() is not None:
             if message:
@@ -90,7 +92,7 @@ class ModelStage(nn.Module):
         self._router_logits, self._running = router_logits, True
         model: Any = self.model if self._last else self.model.base_model
         try:
-            output = model(**{self._takes: states}, **message, **cached, return_dict=True)
+            output = model(**main, **message, **cached, return_dict=True)
             result: Tree = output.logits if self._last else self._sent
         finally:
             self._router_logits, self._sent, self._running = None, None, False
@@ -103,6 +105,8 @@ class ModelStage(nn.Module):
             if self._last:
                 return {"logits": result, "auxiliary": self._balanced.loss(sums)}
             message[EXPERTS] = sums
+        if self._sends_main:
+            message |= main
         return {HIDDEN: result, **message} if message and not self._last else result
 
     def _send(self, _layer: nn.Module, _inputs: Any, output: Any) -> None:

@@ -119,7 +119,8 @@ class Measured:
     """Measured model. `message_bytes[b]` crosses the boundary between stages b and b + 1.
 
     `modes` are those that a problem is to allow (`parse_modes`), `splits`: B and W too, where a stage has them.
-    `slice_transfers` are the transfers of each slice, if sequences were cut.
+    `slice_transfers` are the transfers of each slice, if sequences were cut. `compared`: on how many
+    microbatches the stages were found to compute what the uncut model does.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Measured:
     modes: Sequence[str] = (OFFLOAD,)
     splits: bool = True
     slice_transfers: Sequence[Transfers] = ()
+    compared: int = 0
 
     @property
     def slice_lengths(self) -> Sequence[int]:
@@ -146,6 +148,8 @@ class Measured:
         compiled = [s for s, stage in enumerate(self.stages) if not stage.splits]
         times = f"medians of {min(stage.times['BW'].count for stage in self.stages)} rounds ({self.clock} clock)"
         parts = [f"measured on {self.hardware}", times, f"transfers: {self.transfers.way}", self.contention.how]
+        if self.compared:
+            parts.append(f"the cut model computes what the uncut one does on {self.compared} microbatch(es)")
         if compiled:
             parts.append(f"stages {compiled} are compiled, so their backwards are whole: B has all of BW's time")
         if self.varying:
@@ -348,6 +352,7 @@ def measure(
         modes=modes,
         splits=splits,
         slice_transfers=_slice_transfers(cut, placement, device, clock, gather) if slices else (),
+        compared=subject.compared,
     )
 
 

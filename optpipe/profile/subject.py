@@ -44,7 +44,8 @@ class Subject:
     """Model to profile: `stages` are applied in order to `inputs`, one microbatch; `loss(output, targets)` is its mean;
     a loss with a `count` is a `CountedLoss`.
 
-    `more`: inputs and targets of further microbatches, for stages whose sizes depend on the data.
+    `more`: inputs and targets of further microbatches, for stages whose sizes depend on the data. `compared`: on how
+    many microbatches the stages were found to compute what the uncut model does.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Subject:
     targets: Tree
     loss: Loss
     more: Sequence[tuple[Tree, Tree]] = ()
+    compared: int = 0
 
     @property
     def microbatch_size(self) -> int:

@@ -24,6 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 # The one way to see every allocation of an operator.
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# Outputs of transformers are trees that it registers there.
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _VersionWrapper as KeptByCheckpoint
 
 __all__ = [
@@ -34,6 +37,8 @@ __all__ = [
     "kept_by_checkpoints",
     "run_backward",
     "saving_through",
+    "tree_leaves",
+    "tree_map_only",
 ]
 
 GROUPED_PRODUCTS: list[Any] = [

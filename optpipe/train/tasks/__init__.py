@@ -30,6 +30,8 @@ def build_task(config: TrainingConfig, stages: int, microbatches: int, launch: L
             config = replace(config, model=replace(model, cut=planned))
     all_microbatches = microbatches * config.data_parallel * config.accumulate
     loader = LoadedBatches(config, all_microbatches, launch) if model.loader else None
-    if model.own or model.hugging_face:
-        return (OwnStages if model.own else HuggingFaceTask)(config, stages, all_microbatches, loader)
+    if model.own:
+        return OwnStages(config, stages, all_microbatches, loader)
+    if model.hugging_face:
+        return HuggingFaceTask(config, stages, all_microbatches, loader, launch)
     return GPTTask(config, stages, all_microbatches)

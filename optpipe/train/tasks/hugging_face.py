@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from optpipe.profile.subject import DATA_RETURNS, Data, Named, batch_of
 from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import Tree, leaves, message_spec, spec_text
 from optpipe.train.config import ModelConfig, TrainingConfig
-from optpipe.train.launch import leads
+from optpipe.train.launch import Launch, leads, own_rank
 from optpipe.train.lengths import DrawnLengths, Sizes
 from optpipe.train.tasks.base import Batch
 from optpipe.train.tasks.gpt import VOCABULARY, Batches, standard_library_text
@@ -40,8 +41,10 @@ class HuggingFaceTask:
     cut or data do not fit.
     """
 
-    def __init__(self, config: TrainingConfig, stages: int, microbatches: int, loader: LoadedBatches | None) -> None:
-        model, self.loader = config.model, loader
+    def __init__(
+        self, config: TrainingConfig, stages: int, microbatches: int, loader: LoadedBatches | None, launch: Launch
+    ) -> None:
+        model, self.loader, self._launch = config.model, loader, launch
         self._seed = config.seed
         self.model = HuggingFace(
             model.name, stages, model.cut, dtype=model.torch_dtype, seed=config.seed, cut_field="model.cut"
@@ -60,6 +63,7 @@ class HuggingFaceTask:
         self._loss = PerToken(self.model.loss if self._slices == 1 else LabelLoss(shift=False))
         self.batches = HuggingFaceBatches(self.model, model, microbatches, config.seed, loader)
         self._first = self.batches.batch(0)
+        self._compared = False
 
     @property
     def name(self) -> str:
@@ -83,8 +87,31 @@ class HuggingFaceTask:
         return self.batches.reference
 
     def build_stages(self, own: Collection[int] | None = None) -> list[nn.Module]:
-        """Stages with weights of the folder, or drawn; compared with the uncut model where all are this process's."""
-        return self.model.build_stages(own, self._first[0][0] if own is None else None)
+        """Stages with weights of the folder, or drawn.
+
+        The first call, of all processes together, compares what they compute with the uncut model, on every microbatch
+        of the first batch. Raises InputError where anything differs.
+        """
+        launch, pairs = self._launch, list(zip(*self._first, strict=True))
+        count = len(pairs) // launch.replicas
+        batch = [] if self._compared else pairs[launch.replica * count : (launch.replica + 1) * count]
+        self._compared = True
+        if own is None or len(own) == len(self.model.sizes):
+            return self.model.build_stages(None, batch, launch.hardware)
+        if batch:
+            self._compare(batch)
+        return self.model.build_stages(own)
+
+    def _compare(self, batch: Sequence[tuple[Tree, Tree]]) -> None:
+        """Compare in the first process of each replica; all raise the InputError of one."""
+        launch, refused = self._launch, None
+        if launch.rank % launch.devices == 0:
+            try:
+                self.model.compare(batch, launch.hardware, _room_bytes(launch.hardware))
+            except InputError as error:
+                refused = [(issue.code, issue.detail) for issue in error.issues]
+        if found := next((issues for issues in launch.gather(refused) if issues), None):
+            raise InputError([Issue("", code, detail) for code, detail in found], f"model {self.model.name}")
 
     def batch(self, step: int) -> Batch:
         """Inputs, and labels with the number of tokens of the batch."""
@@ -100,6 +127,14 @@ class HuggingFaceTask:
     def identity(self) -> dict[str, Any]:
         """The configuration, the cut, and which data they are."""
         return self.model.identity() | self.batches.identity() | {"seed": self._seed, "cut": list(self.model.sizes)}
+
+
+def _room_bytes(hardware: torch.device) -> int:
+    """Memory for the parameters of a model that is there for a comparison: half of what is free, for each process."""
+    if hardware.type == "cuda":
+        return int(torch.cuda.mem_get_info(hardware)[0] // 2)
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_bytes // 2 // own_rank().processes
 
 
 class HuggingFaceBatches:

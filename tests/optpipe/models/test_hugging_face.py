@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, T5Config, XLNetConfig
 
 from optpipe.compile import compile_schedule
 from optpipe.errors import InputError
-from optpipe.models.hugging_face import HuggingFace
+from optpipe.models.hugging_face import PART, HuggingFace
+from optpipe.models.loss import IGNORED, PerToken
+from optpipe.runtime.loss import total_loss
 from optpipe.runtime.shared_parameters import shared_parameters
 from optpipe.train import ModelConfig, train
 from optpipe.train.check import scheduled_memory
@@ -27,7 +30,16 @@ from optpipe.train.tasks import build_task
 from solver.build import build_schedule
 from tests.optpipe.models import tiny_models
 from tests.optpipe.models.cases import config_of
-from tests.optpipe.models.tiny_models import CONFIGS, MICROBATCHES, TRAINED, plain_losses, plain_model, saved
+from tests.optpipe.models.tiny_models import (
+    ARCHITECTURES,
+    CONFIGS,
+    MICROBATCHES,
+    TRAINED,
+    plain_losses,
+    plain_model,
+    saved,
+    saved_architecture,
+)
 from tests.ranks import RunRanks
 from tests.recomputing import FULL, one_f_one_b, recomputing
 
@@ -312,6 +324,75 @@ class Hopping(LlamaForCausalLM):
 
 def test_a_model_that_hands_on_more_than_hidden_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HuggingFace, "_class", lambda _: Hopping)
-    model = HuggingFace(saved("llama"), 2)
-    with pytest.raises(InputError, match=r"computes something else when it is cut: its logits differ by .* Maybe give"):
-        model.build_stages(sample=tiny_models.batch(0)[0][0])
+    with pytest.raises(InputError, match=r"Hopping, which needs what model\.embed_tokens returns for its logits"):
+        HuggingFace(saved("llama"), 2)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_loss_and_gradients_are_those_of_transformers(name: str, stages: int) -> None:
+    """With padding, of which the ids of the last microbatch have most."""
+    cut, folder = HuggingFace(saved_architecture(name), stages), saved_architecture(name).removeprefix("hf:")
+    plain = getattr(transformers, name).from_pretrained(folder).eval()
+    loss, modules = PerToken(cut.loss), [stage.eval() for stage in cut.build_stages()]
+    for x, tokens in zip(*tiny_models.batch(0), strict=True):
+        x["input_ids"] *= x["attention_mask"]
+        with torch.no_grad():
+            logits = plain(**x).logits
+        labels = tokens % logits.shape[-1] if logits.dim() == 3 else torch.arange(len(logits)) % 3
+        if logits.dim() == 3:
+            labels[tokens == IGNORED] = IGNORED
+        plain.zero_grad()
+        expected = plain(**x, labels=labels).loss
+        expected.backward()
+        received = x
+        for module in modules:
+            module.zero_grad()
+        for module in modules:
+            received = module(received)
+        found = total_loss(loss(received, loss.with_tokens([labels])[0]))
+        torch.autograd.backward(found)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        own = {
+            name.removeprefix(PART): parameter.grad
+            for module in modules
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if parameter.grad is not None
+        }
+        theirs = {n: p.grad for n, p in plain.named_parameters(remove_duplicate=False) if p.grad is not None}
+        assert theirs.keys() == own.keys() | {
+            n for n, gradient in theirs.items() if n not in own and not gradient.any()
+        }
+        for parameter, gradient in own.items():
+            torch.testing.assert_close(gradient, theirs[parameter], rtol=1e-4, atol=1e-6)
+
+
+GEMMA3N = {"num_hidden_layers": 4, "intermediate_size": [32] * 4, "laurel_rank": 4, "num_kv_shared_layers": 0}
+GEMMA3N |= {
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
+ZAMBA2 = {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 4, "mamba_headdim": 8, "n_mamba_heads": 4}
+ZAMBA2 |= {"mamba_ngroups": 1, "chunk_size": 4, "num_mem_blocks": 1, "use_mamba_kernels": False, "adapter_rank": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "options", "message"),
+    [
+        ("Gemma3nTextConfig", "Gemma3nForCausalLM", GEMMA3N, r"model\.embed_tokens returns in .* \(per_layer_input\)"),
+        ("Zamba2Config", "Zamba2ForCausalLM", ZAMBA2, r"model\.embed_tokens returns in .* \(original_hidden_states\)"),
+        ("LlamaConfig", "LlamaForSequenceClassification", {"num_labels": 1}, "a loss that is not the mean cross entr"),
+        ("LlamaConfig", "LlamaForQuestionAnswering", {}, "returns no logits but start_logits, end_logits"),
+        ("LlamaConfig", "LlamaModel", {}, "returns no logits but last_hidden_state"),
+    ],
+)
+def test_what_a_stage_cannot_compute_is_refused_by_name(
+    kind: str, architecture: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Before any weight is read: the message names what a layer reads, or the loss that is not known."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 8}
+    config = getattr(transformers, kind)(**sizes | options, num_key_value_heads=2, architectures=[architecture])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"is {architecture}, which .*{message}"):
+        HuggingFace(f"hf:{tmp_path}", 2)

@@ -58,6 +58,38 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 Layers of Falcon and Bloom return their hidden states in a tuple; biases of attention go by the mask.
 """
 
+_PADDED = _SIZES | {"pad_token_id": 0, "num_labels": 3}
+_BERT = {name: value for name, value in _PADDED.items() if name != "num_key_value_heads"}
+_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_DISTILBERT = {"vocab_size": VOCABULARY, "dim": 16, "hidden_dim": 32, "n_layers": LAYERS, "n_heads": 2}
+_DISTILBERT |= {"dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.2}
+_BART = {"vocab_size": VOCABULARY, "d_model": 16, "dropout": 0.0, "init_std": 0.2, "max_position_embeddings": 32}
+_BART |= {"decoder_ffn_dim": 32, "decoder_attention_heads": 2, "encoder_layers": LAYERS, "decoder_layers": LAYERS}
+_VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+_VISION |= {"image_size": 8, "patch_size": 4, "projection_dim": 16}
+_LLAVA = {"text_config": {"model_type": "llama"} | _SIZES, "image_token_index": VOCABULARY - 1}
+_LLAVA |= {"vision_config": {"model_type": "clip_vision_model"} | _VISION}
+_MODERN = _BERT | {"local_attention": 4, "embedding_dropout": 0.0, "attention_dropout": 0.0, "mlp_dropout": 0.0}
+_MODERN |= {"classifier_dropout": 0.0, "cls_token_id": 1, "sep_token_id": 2}
+_DEEP = _GPT2 | {"pad_token_id": 0, "num_labels": 3}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("LlamaConfig", _SIZES),
+    "LlavaForConditionalGeneration": ("LlavaConfig", _LLAVA),
+    "BartForCausalLM": ("BartConfig", _BART),
+    "LlamaForSequenceClassification": ("LlamaConfig", _PADDED),
+    "GPT2ForSequenceClassification": ("GPT2Config", _DEEP),
+    "MistralForTokenClassification": ("MistralConfig", _PADDED),
+    "BertForMaskedLM": ("BertConfig", _BERT),
+    "BertForSequenceClassification": ("BertConfig", _BERT),
+    "RobertaForMaskedLM": ("RobertaConfig", _BERT | {"max_position_embeddings": 40}),
+    "DistilBertForTokenClassification": ("DistilBertConfig", _DISTILBERT),
+    "ModernBertForMaskedLM": ("ModernBertConfig", _MODERN),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", CONFIGS["qwen3-moe"][1]),
+}
+"""Those whose loss shifts its labels, though their name or their mapping says otherwise, or the other way round; whose
+last stage needs the token ids; and whose embeddings are a module of several."""
+
 TRAINED = ("llama", "tied llama", "gpt2", "qwen3-moe")
 
 
@@ -122,6 +154,18 @@ def loader(replica: int, replicas: int) -> Iterator[dict[str, Any]]:
         for i in range(replica * own, (replica + 1) * own):
             READ.append(step)
             yield inputs[i] | {"labels": labels[i]}
+
+
+@cache
+def saved_architecture(name: str) -> str:
+    """The folder of a model of `ARCHITECTURES`, as transformers saves it, with the prefix of its name."""
+    kind, options = ARCHITECTURES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = getattr(transformers, name)(getattr(transformers, kind)(**options, architectures=[name]))
+    folder = Path(mkdtemp(prefix=name))
+    model.save_pretrained(folder)
+    return f"hf:{folder}"
 
 
 @cache
