@@ -350,7 +350,8 @@ class HuggingFace:
         named = f"model {self.name}"
         parts = Cuttable(named, self._whole, self._spine, self._layers, before, behind, everywhere, self._in_tuple)
         try:
-            return examine(parts)
+            with _quiet():
+                return examine(parts)
         except InputError:
             raise
         except Exception as error:
@@ -394,9 +395,16 @@ class HuggingFace:
             balanced=self._balanced,
             in_tuple=self._in_tuple is not None,
             sends_main=self._reads.main,
+            read_before=self._read_before,
         )
         stage.takes_slices = self.takes_slices
         return stage
+
+    @property
+    def _read_before(self) -> set[str]:
+        """Arguments for models that run before the layers, such as the pixels for one of vision."""
+        modules = [self._whole.get_submodule(name) for name in self.units[0].modules]
+        return {str(module.main_input_name) for module in modules if hasattr(module, "main_input_name")}
 
     def _everywhere(self, whole: PreTrainedModel) -> set[str]:
         """Modules beside the layers that belong to no unit: those without parameters."""
@@ -427,25 +435,17 @@ class HuggingFace:
         return self._loaded(kind) if self.weights else self._drawn(kind)
 
     def _loaded(self, kind: Any) -> PreTrainedModel:
-        import transformers
-
-        level, bar = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
-        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
-            model, info = kind.from_pretrained(
-                str(self._path),
-                config=self._run_config(),
-                dtype=self._dtype,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            with _quiet():
+                model, info = kind.from_pretrained(
+                    str(self._path),
+                    config=self._run_config(),
+                    dtype=self._dtype,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
         except Exception as error:
             self._refuse("not_loaded", f"has weights that transformers does not load: {_line(error)}")
-        finally:
-            transformers.logging.set_verbosity(level)
-            if bar:
-                transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
         missing = sorted({*info["missing_keys"]})
         if missing:
             self._refuse("weights_missing", f"has no weights for {', '.join(missing[:4])}. Maybe a file is missing.")
@@ -511,13 +511,24 @@ def save_weights(identity: Mapping[str, Any], weights: Mapping[str, Tensor], fol
         raise InputError([Issue("", "weights_missing", f"has no {missing[0]}. Maybe a file is missing.")])
     model.load_state_dict({name: values[name] for name in wanted}, assign=True)
     model.tie_weights(recompute_mapping=False)
-    shown = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
+    with _quiet():
         model.save_pretrained(folder)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which transformers shows neither warnings nor progress."""
+    from transformers import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
     finally:
-        if shown:
-            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +27,9 @@ class ModelStage(nn.Module):
     """The layers `part` of the list named `layers`, in a model without the others; the `last` stage returns logits.
 
     The first stage takes the model's main input, or a dict of its arguments. Further arguments (masks, positions) are
-    sent on to the stages behind, beside the hidden states, and so is the main input if `sends_main`. `balanced`: the
-    auxiliary loss of experts, if the model has one. `in_tuple`: True if layers return tuples. Layers that return
-    anything else raise TrainingError.
+    sent on to the stages behind, beside the hidden states, and so is the main input if `sends_main`, but not those that
+    are `read_before` the layers. `balanced`: the auxiliary loss of experts, if the model has one. `in_tuple`: True if
+    layers return tuples. Layers that return anything else raise TrainingError.
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class ModelStage(nn.Module):
         balanced: Balancing | None,
         in_tuple: bool = False,
         sends_main: bool = False,
+        read_before: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.takes_slices = False
         self._first, self._last, self._balanced = part.start == 0, last, balanced
         arguments = inspect.signature(type(model).forward).parameters
-        self._main, self._sends_main = model.main_input_name, sends_main
+        self._main, self._sends_main, self._read_before = model.main_input_name, sends_main, frozenset(read_before)
         # What the model's forward is given in place of its main input, where that is not sent.
         self._takes = "inputs_embeds" if "inputs_embeds" in arguments else self._main
         blocks: Any = model.get_submodule(layers)
@@ -105,6 +106,7 @@ class ModelStage(nn.Module):
             if self._last:
                 return {"logits": result, "auxiliary": self._balanced.loss(sums)}
             message[EXPERTS] = sums
+        message = {name: value for name, value in message.items() if name not in self._read_before}
         if self._sends_main:
             message |= main
         return {HIDDEN: result, **message} if message and not self._last else result

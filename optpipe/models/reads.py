@@ -88,8 +88,9 @@ def examine(parts: Cuttable) -> Reads:
     Raises InputError with the reason where a later stage cannot have what it reads, or for a loss that is not the cross
     entropy of labels; what the model raises where it does not run so.
     """
-    whole = _run_whole(parts)
-    return Reads(_main_is_read(parts, whole), _shift(parts))
+    with torch.enable_grad():  # which shows dependences, also for a caller who computes without gradients
+        whole = _run_whole(parts)
+        return Reads(_main_is_read(parts, whole), _shift(parts))
 
 
 @dataclass

@@ -367,6 +367,17 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, stages: int) ->
             torch.testing.assert_close(gradient, theirs[parameter], rtol=1e-4, atol=1e-6)
 
 
+def test_pixels_go_to_the_first_stage_alone() -> None:
+    """The logits and the loss are compared with those of the uncut model; the second stage has no vision tower."""
+    ids = torch.arange(1, 13).repeat(2, 1)
+    ids[:, 1:5] = tiny_models.VOCABULARY - 1  # the places of the four patches
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+    model = HuggingFace(saved_architecture("LlavaForConditionalGeneration"), 2)
+    first, _ = model.build_stages(None, [(inputs, ids)])
+    assert first(inputs).keys() == {"hidden_states", "attention_mask"}
+
+
 GEMMA3N = {"num_hidden_layers": 4, "intermediate_size": [32] * 4, "laurel_rank": 4, "num_kv_shared_layers": 0}
 GEMMA3N |= {
     "vocab_size_per_layer_input": 64,
@@ -394,5 +405,5 @@ def test_what_a_stage_cannot_compute_is_refused_by_name(
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 8}
     config = getattr(transformers, kind)(**sizes | options, num_key_value_heads=2, architectures=[architecture])
     config.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=f"is {architecture}, which .*{message}"):
+    with torch.no_grad(), pytest.raises(InputError, match=f"is {architecture}, which .*{message}"):
         HuggingFace(f"hf:{tmp_path}", 2)
