@@ -214,11 +214,13 @@ class HuggingFace:
                     self._refuse("not_run", f"{who}, on microbatch {i} of step 0: {_line(error)}")
                 logits = message["logits"] if isinstance(message, dict) else message
                 scale = max(_largest(expected.logits), 1e-30)
-                found = {"logits": _largest(_difference(logits, expected.logits))}
+                pairs = {"logits": (logits, expected.logits)}
                 if self.loss.count(labels):
-                    found["loss"] = _largest(_difference(own, expected.loss))
+                    pairs["loss"] = (own, expected.loss)
                 eps = torch.finfo(self._dtype).eps
-                for what, difference in found.items():
+                for what, (found, theirs) in pairs.items():
+                    difference = _largest(_difference(found, theirs))
+                    eps = max(eps, torch.finfo(theirs.dtype).eps)  # losses are float32 where logits are float64
                     if not difference <= scale * min(eps**0.5, 100 * eps):
                         where = f"in the {what} of microbatch {i}, whose largest logit is {scale:.2g}"
                         detail = f"computes something else when it is cut: a difference of {difference:.2g} {where}."
