@@ -78,10 +78,15 @@ class Simulation:
         return memory_curve(self.start_us[ops], self.end_us[ops], self._device_effects[ops])
 
     def host_memory(self) -> Curve:
-        """Offloaded bytes of all devices on the host over time."""
+        """Offloaded bytes of all devices on the host over time; what comes and goes at an instant is there at it."""
         copies = np.flatnonzero((self.ops.kind == O) | (self.ops.kind == R))
-        effects = Costs(self.problem, self.modes).host_effects(self.ops[copies])
-        return memory_curve(self.start_us[copies], self.end_us[copies], effects)
+        ops, start_us, end_us = self.ops[copies], self.start_us[copies], self.end_us[copies]
+        left_us = np.full((len(self.problem.stages), self.problem.units), np.nan)
+        offloads = ops.kind == O
+        left_us[ops.stage[offloads], ops.microbatch[offloads]] = start_us[offloads]
+        at_once = ~offloads & (end_us == left_us[ops.stage, ops.microbatch])
+        end_us = np.where(at_once, np.nextafter(end_us, np.inf), end_us)
+        return memory_curve(start_us, end_us, Costs(self.problem, self.modes).host_effects(ops))
 
     @cached_property
     def _device_effects(self) -> Ints:

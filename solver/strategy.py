@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from threading import Event, Lock, Thread
+from threading import Condition, Event, Thread
 
 from optpipe.problem import Problem
 from solver import searches
@@ -87,13 +87,13 @@ def run_subsolvers(problem: Problem, shared: SharedIncumbent, subsolvers: Sequen
             ends[number].set()
 
     ends, idle = [Event() for _ in subsolvers], [False for _ in subsolvers]
-    counted = shared.limits.deterministic_limit is not None  # work, which may take any time
+    unlimited = shared.limits.deterministic_limit is not None or shared.limits.time_limit_s == float("inf")
     try:
         with _INTERPRETER_ENDS.calling(shared.stop.request):
             for number in range(len(subsolvers)):
                 Thread(target=run, args=(number,), name=_THREAD_NAME, daemon=True).start()
             for ended in ends:  # no `join`: before Python 3.13 one that is interrupted takes the thread for ended
-                ended.wait(None if counted else shared.limits.time_left_s + GRACE_S)
+                ended.wait(None if unlimited else shared.limits.time_left_s + GRACE_S)
     finally:
         shared.close()
     if failures:
@@ -179,8 +179,9 @@ class SharedIncumbent:
         self.stop = Cancel()
         self._on_progress = on_progress
         self._step_us = value_step_us(problem)
-        self._lock = Lock()
-        self._closed = False
+        self._lock = Condition()
+        self._closed = self._is_reporting = False
+        self._reports = deque[Progress]()
         self._best = Solution(bound_us=lower_bound_us(problem))
 
     @property
@@ -195,16 +196,38 @@ class SharedIncumbent:
             if not self._closed:
                 self._best = self._merged(solution)
             best = self._best
-            if best is not before and best.orders is not None and self._on_progress:
-                self._on_progress(Progress(best, self.limits.seconds))
+            if best is not before and best.orders is not None:
+                self._reports.append(Progress(best, self.limits.seconds))
         if best.infeasible or self.limits.reached(best.value_us, best.bound_us):
             self.stop.request()
+        self._report()
+
+    def _report(self) -> None:
+        """Report what is new, one at a time in the order of finding, unless another thread or call is about it.
+
+        No lock is held meanwhile: the caller's `on_progress` may take any time, offer, or ask for the best.
+        """
+        while True:
+            with self._lock:
+                if self._is_reporting or not self._reports:
+                    return
+                self._is_reporting, progress = True, self._reports.popleft()
+            try:
+                if self._on_progress:
+                    self._on_progress(progress)
+            finally:
+                with self._lock:
+                    self._is_reporting = False
+                    self._lock.notify_all()
 
     def close(self) -> None:
-        """Stop all searches; nothing that they still find is taken."""
+        """Stop all searches; nothing that they still find is taken, and all that they found is reported."""
         self.stop.request()
         with self._lock:
             self._closed = True
+        self._report()
+        with self._lock:
+            self._lock.wait_for(lambda: not self._is_reporting)
 
     def _merged(self, solution: Solution) -> Solution:
         """The better orders of `solution` and the best so far with the higher bound; the best itself if it stays."""

@@ -384,8 +384,10 @@ def _print(judged: Sequence[Judged], output: Path | None) -> None:
             figures = [us_text(schedule.value_us), rate, share_text(schedule.bubble)]
             figures += [f"{schedule.largest_peak_bytes:,}", f"{one.host_peak_bytes:,}"]
             figures += [f"{one.recomputed:,}" for _ in again]
-            if one is not best:  # else both may be 0
-                reason = one.why_not or f"{100 * (one.value_us / best.value_us - 1):.1f} % slower"
+            if one is not best:
+                more_us = one.value_us - best.value_us
+                slower = f"{100 * more_us / best.value_us:.1f} %" if best.value_us else us_text(more_us)
+                reason = one.why_not or f"{slower} slower"
         offload = "yes" if candidate.offload else "no"
         where = candidate.placement, candidate.cut, size, *(str(max(1, len(candidate.slices))) for _ in sliced)
         rows.add_row(*where, offload, *figures, "wins" if one is best else reason)

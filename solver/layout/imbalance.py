@@ -40,7 +40,8 @@ def best_published(problem: Problem, name: str, order: Sequence[int]) -> InOrder
     best = shared.best
     if best.orders is None:
         return None
-    return InOrder(name, list(order), best.method, best.value_us, 1 - max(problem.work_us) / best.value_us)
+    bubble = 1 - max(problem.work_us) / best.value_us if best.value_us else 0.0
+    return InOrder(name, list(order), best.method, best.value_us, bubble)
 
 
 def without_imbalance(problem: Problem, factors: Sequence[dict[str, float]] | None = None) -> Problem:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from instances import uniform
-from optpipe.errors import VerificationError
+from optpipe.errors import InfeasibleError, VerificationError
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from optpipe.verify import verify
 from solver.build import build_schedule, orders_from_times, over_budget, peak_budgets, snapped_bound, within_budgets
+from solver.limits import Limits
+from solver.solve import solve
 
 OFFLOAD = {"bytes": 2, "offload_us": 10, "reload_us": 10}
 
@@ -34,6 +37,34 @@ def test_the_host_counts_where_it_is_limited() -> None:
     for limit, fits in ((None, True), (4, True), (3, False)):
         problem, orders = two_at_once(host_memory_bytes=limit)
         assert within_budgets(problem, orders, simulate(problem, orders)) is fits
+
+
+def test_what_leaves_and_comes_back_at_one_instant_is_on_the_host() -> None:
+    """Simulator, verifier and exact methods agree that no room is none; two that are there one after another need 2."""
+    instant = {"forward_us": 0, "backward_input_us": 0, "backward_weight_us": 0}
+    copy = {"bytes": 2, "offload_us": 0, "reload_us": 0}
+    own = {**instant, "activation_bytes": 2, "backward_weight_bytes": 0}
+    for limit, fits in ((0, False), (1, False), (2, True), (None, True)):
+        data = uniform(1, 1, budget=2, host_memory_bytes=limit).to_data()
+        data["stages"] = [{"device": 0, **own, "offload": copy}, {"device": 0, **own}]
+        problem = Problem.from_data(data)
+        compute = OpArray.parse("F0.0 F1.0 B1.0 W1.0 B0.0 W0.0")
+        waits = {Op("F", 1, 0): [Op("O", 0, 0)], Op("R", 0, 0): [Op("W", 1, 0)]}
+        orders = Orders([DeviceOrders(compute, [Op("O", 0, 0)], [Op("R", 0, 0)])], waits)
+        simulation = simulate(problem, orders)
+        assert (simulation.host_memory().peak_bytes, within_budgets(problem, orders, simulation)) == (2, fits)
+        if fits:
+            schedule = build_schedule(problem, orders, 0.0, "by hand", 0.0)
+            assert verify(schedule).host_peak_bytes == 2
+        else:
+            with pytest.raises(VerificationError, match=f"host at 0 us: holds 2 bytes of {limit}"):
+                build_schedule(problem, orders, 0.0, "by hand", 0.0)
+        for method in ("cp-sat", "milp"):
+            if fits:
+                assert solve(problem, method, Limits(float("inf"), workers=1)).value_us == 0
+            else:
+                with pytest.raises(InfeasibleError):
+                    solve(problem, method, Limits(float("inf"), workers=1))
 
 
 def test_a_budget_holds_under_any_timing() -> None:

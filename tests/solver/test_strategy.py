@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
@@ -15,7 +15,7 @@ from solver import searches
 from solver.limits import Limits
 from solver.methods import METHODS, published_orders
 from solver.scale import count_ops
-from solver.solution import OnSolution, Solution
+from solver.solution import OnSolution, Progress, Solution
 from solver.strategy import (
     LARGE_OPS,
     MOST_MODEL_OPS,
@@ -42,6 +42,28 @@ LEAVES, ALL_LEAVE = uniform(8, 64, budget=8, offload=HALF), uniform(64, 256, bud
 def test_the_sizes_are_what_they_are_called() -> None:
     small, medium, large, largest = map(count_ops, (SMALL, MEDIUM, LARGE, LARGEST))
     assert small <= SMALL_OPS < medium <= LARGE_OPS < large <= MOST_MODEL_OPS < largest
+
+
+def test_progress_is_reported_in_order_while_others_offer() -> None:
+    """What is called back may offer, wait for another thread that offers, and ask for the best; none is lost."""
+    problem, reported = uniform(2, 2), []
+
+    def on_progress(progress: Progress) -> None:
+        reported.append(progress.solution.value_us)
+        if len(reported) == 1:
+            shared.offer(Solution(orders, 300.0))
+            other = Thread(target=shared.offer, args=(Solution(orders, 200.0),))
+            other.start()
+            other.join(10)
+            assert not other.is_alive()
+            assert shared.best.value_us == 200
+
+    shared = SharedIncumbent(problem, Limits(float("inf")), on_progress)
+    orders = published_orders(METHODS["1f1b"], problem)
+    shared.offer(Solution(orders, 400.0))
+    shared.close()
+    shared.offer(Solution(orders, 100.0))
+    assert reported == [400, 300, 200]
 
 
 def test_small_problems_with_copies_have_searches_for_schedules_beside_proofs() -> None:

@@ -363,9 +363,12 @@ class _SharedBest:
         with self.lock:
             if value_us < self.sequences_us:
                 self.sequences, self.sequences_us = copied(sequences), value_us
-            if simulation.value_us < self.answer.value_us:
+            better = simulation.value_us < self.answer.value_us
+            if better:
                 self.answer = Solution(orders, simulation.value_us, self.answer.bound_us)
-                self.on_solution(self.answer)
+            answer = self.answer
+        if better:
+            self.on_solution(answer)
         return True
 
 

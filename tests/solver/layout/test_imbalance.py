@@ -37,5 +37,11 @@ def test_equal_microbatches_of_the_same_work() -> None:
     assert other.work_us == pytest.approx([18, 18])
 
 
+def test_microbatches_that_take_no_time_have_no_bubble() -> None:
+    instant = {"forward_us": 0, "backward_input_us": 0, "backward_weight_us": 0}
+    found = published_in_orders(unequal(2, 2, **instant, microbatch_factors=times(1, 2), microbatch_order="free"))
+    assert {(one.value_us, one.bubble) for one in found} == {(0, 0)}
+
+
 def test_orders_that_fit_nowhere_are_left_out() -> None:
     assert published_in_orders(unequal(2, 2, budget=3, microbatch_factors=times(1, 2), microbatch_order="free")) == []
