@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import accumulate, product
 
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
@@ -12,30 +12,32 @@ from solver.published.passes import require_interleaved
 def interleaved_1f1b(problem: Problem) -> Orders:
     """1F1B over v chunks a device, B and W fused: stage s sits on device s mod p. Raises MethodError on placement.
 
-    Every device walks through the microbatches in groups of p: a group passes its first chunk, then its second, and
-    so on; backwards take the chunks in reverse. The backwards follow the forwards at a distance of (v - 1) p chunks
-    and two more for each device that follows.
+    Every device walks through the microbatches in groups: a group passes its first chunk, then its second, and so on;
+    backwards take the chunks in reverse. The backwards follow the forwards at a distance of v - 1 chunks of a group and
+    two more ops for each device that follows.
 
-    Where p does not divide the microbatches, the last group is planned as if it were full, and the ops of the absent
-    microbatches are left out. What is left keeps its order and waits for less, so it cannot deadlock.
+    There are as many groups as p goes into the microbatches, at least one, of the same size: those of torch's
+    `ScheduleInterleaved1F1B`, and of Megatron-LM where its group size is theirs. Both refuse numbers of microbatches
+    for which there are no such groups; here the first ones then have a microbatch more.
     """
     chunks = require_interleaved(problem, "interleaved-1f1b")
-    return Orders.of_compute(_device_order(problem, device, chunks) for device in range(len(problem.devices)))
+    p, m = len(problem.devices), problem.units
+    rounds = max(1, m // p)
+    sizes = [m // rounds + (g < m % rounds) for g in range(rounds)]
+    return Orders.of_compute(_device_order(device, p, chunks, sizes) for device in range(p))
 
 
-def _device_order(problem: Problem, device: int, chunks: int) -> list[Op]:
-    p = len(problem.devices)
-    forwards = _passes(problem, device, "F", list(range(chunks)))
-    backwards = _passes(problem, device, "BW", list(reversed(range(chunks))))
-    warm_up = min((chunks - 1) * p + 2 * (p - 1 - device), len(forwards))
+def _device_order(device: int, p: int, chunks: int, sizes: list[int]) -> list[Op]:
+    forwards = _passes("F", [chunk * p + device for chunk in range(chunks)], sizes)
+    backwards = _passes("BW", [chunk * p + device for chunk in reversed(range(chunks))], sizes)
+    warm_up = min((chunks - 1) * sizes[0] + 2 * (p - 1 - device), len(forwards))
     order = forwards[:warm_up]
     for k, backward in enumerate(backwards):
         order += [*forwards[warm_up + k : warm_up + k + 1], backward]
-    return [op for op in order if op.microbatch < problem.units]
+    return order
 
 
-def _passes(problem: Problem, device: int, kind: str, chunks: list[int]) -> list[Op]:
-    """The passes of one kind in order, the last group of microbatches filled up to p."""
-    p = len(problem.devices)
-    groups = range(0, problem.units, p)
-    return [Op(kind, chunk * p + device, first + i) for first, chunk, i in product(groups, chunks, range(p))]
+def _passes(kind: str, stages: list[int], sizes: list[int]) -> list[Op]:
+    """The passes of one kind in order: each group of microbatches through all stages."""
+    groups = (range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
+    return [Op(kind, stage, i) for group in groups for stage, i in product(stages, group)]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from instances import instance, uniform
 from optpipe.errors import MethodError
@@ -89,9 +94,31 @@ def test_any_costs_chunks_and_microbatches(data: st.DataObject) -> None:
     build_schedule(problem, interleaved_1f1b(problem), 0, "interleaved-1f1b", 0)
 
 
-def test_a_last_group_that_is_not_full_costs_no_more_than_a_full_one() -> None:
-    values = [simulate(p, interleaved_1f1b(p)).value_us for p in (in_chunks(uniform(4, m), 2) for m in range(1, 9))]
-    assert values == sorted(values)
+@pytest.mark.parametrize("m", range(4, 17))
+def test_unequal_groups_lose_nothing_that_equal_ones_do_not(m: int) -> None:
+    """Section 2.2's formula holds for every number: with chunks of 15 us on four devices 345 us for ten."""
+    problem = in_chunks(uniform(4, m, transfer_us=0), 2)
+    assert simulate(problem, interleaved_1f1b(problem)).value_us == (2 * m + 3) * 15
+
+
+NAMES = {"F": "FORWARD", "BW": "FULL_BACKWARD"}
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_orders_are_those_of_torch(p: int) -> None:
+    """Op by op, for each number of chunks and of microbatches that its class takes."""
+    for chunks, m in product(range(2, 5), range(1, 4 * p + 1)):
+        rounds = max(1, m // p)
+        if m % rounds:
+            continue  # torch: a multiple of the number of rounds
+        schedule: Any = SimpleNamespace(
+            n_local_stages=chunks, _n_microbatches=m, pp_group_size=p, microbatches_per_round=m // rounds
+        )
+        orders = interleaved_1f1b(in_chunks(uniform(p, m), chunks))
+        for rank, device in enumerate(orders.devices):
+            actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(schedule, rank)
+            theirs = [(a.computation_type.name, a.stage_index, a.microbatch_index) for a in actions if a is not None]
+            assert [(NAMES[op.kind], op.stage, op.microbatch) for op in device.compute] == theirs
 
 
 def test_refuses_one_chunk_and_other_placements() -> None:
