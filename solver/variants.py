@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+from optpipe.costs import device_effect
 from optpipe.problem import Problem
 from optpipe.stage import Mode, Stage
 
@@ -48,6 +50,26 @@ def variants(stage: Stage) -> Sequence[Variant]:
         if mode.recomputes and mode.segment_bytes is not None:
             result.append(Variant(choice, mode, inside=True))
     return result
+
+
+def fitting_variants(problem: Problem, stage: int) -> Sequence[Variant]:
+    """The variants of a stage with which a microbatch keeps the budget if it is alone on the device; all if none is so.
+
+    No schedule that keeps the budgets has another one, but where microbatches have costs of their own.
+    """
+    own, budget = problem.stages[stage], problem.devices[problem.stages[stage].device].memory_bytes
+    every = variants(own)
+    return [way for way in every if budget is None or _alone_bytes(own, way) <= budget] or every
+
+
+def _alone_bytes(stage: Stage, variant: Variant) -> int:
+    """The peak of a microbatch alone, with a split or a fused backward, whichever needs less."""
+    mode, inside = variant.mode, "C" if variant.inside else ""
+    forward, back = (["F", "O"], ["R"]) if mode.offload else (["F"], [])
+    again = ["C"] if variant.ahead else []
+    backwards = [[f"{inside}BW"], *([[f"{inside}B", "W"]] if stage.split_backward else [])]
+    effects = ([device_effect(stage, k, mode) for k in (*forward, *back, *again, *kinds)] for kinds in backwards)
+    return min(max(accumulate(change for effect in of_ops for change in effect)) for of_ops in effects)
 
 
 def unit_variants(problem: Problem, stage: int, unit: int) -> Sequence[Variant]:

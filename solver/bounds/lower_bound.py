@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from optpipe.fields import MAX_TIME_US
 from optpipe.problem import Problem
 from solver.bounds.device import longest_chain_us
 from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
@@ -14,6 +15,7 @@ from solver.bounds.unit_order import MOST_RELEASE_NODES, ordered_bounds_us
 from solver.bounds.units import unit_bounds_us, unit_device_bounds_us
 from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 from solver.bounds.whole_forwards import whole_forwards_bound_us
+from solver.variants import fitting_variants
 
 
 def lower_bound_us(problem: Problem) -> float:
@@ -53,8 +55,14 @@ def device_bounds_us(problem: Problem) -> Sequence[float]:
 
 
 def _without_budgets(problem: Problem) -> Problem:
-    """The problem with room for everything, on devices and host, and without modes, of which it then needs none."""
+    """The problem with room for everything, on devices and host, and without modes, of which it then needs none.
+
+    Where a budget leaves no choice but to recompute inside the backward, each backward takes that much longer.
+    """
     data = problem.to_data() | {"host_memory_bytes": None}
     data["devices"] = [device | {"memory_bytes": None} for device in data["devices"]]
     data["stages"] = [{name: stage[name] for name in stage if name != "modes"} for stage in data["stages"]]
+    for s, stage in enumerate(data["stages"]):
+        again_us = min(way.mode.recompute_us if way.inside else 0 for way in fitting_variants(problem, s))
+        stage["backward_input_us"] = min(stage["backward_input_us"] + again_us, MAX_TIME_US)
     return Problem.from_data(data)

@@ -16,7 +16,7 @@ from optpipe.ops import Floats
 from optpipe.problem import Problem
 from solver.bounds.device import Held, OnDevice, Piece, most_held_us
 from solver.bounds.memory_time import unused_byte_us
-from solver.variants import Variant, variants
+from solver.variants import Variant, fitting_variants
 
 ROUNDING = 1e-9
 """Share by which the solution of a linear program may exceed its optimum."""
@@ -135,7 +135,7 @@ class ModesOnDevice(OnDevice):
 
     @cached_property
     def _ways(self) -> Sequence[Way]:
-        return [Way(s, way) for s, stage in zip(self.numbers, self.stages, strict=True) for way in variants(stage)]
+        return [Way(s, way) for s in self.numbers for way in fitting_variants(self.problem, s)]
 
     def _program(self, backward: Backward, both: int | None) -> _Program:
         """The program where all microbatches of stage `both` are in flight in the warm-up, or the cool-down, or both.

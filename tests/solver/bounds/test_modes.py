@@ -61,6 +61,24 @@ def first_device_us(microbatches: int, kept_bytes: int, budget: int = 20) -> flo
     return mode_bounds_us(problem.from_data(problem.to_data() | {"objective": "device_span"}))[0]
 
 
+@pytest.mark.parametrize(
+    ("budget", "bound_us"),
+    [(None, 11 * 36), (408, 11 * 36), (407, 11 * 48), (120, 11 * 48)],
+    ids=["none", "one kept", "none kept", "as few as may be"],
+)
+def test_what_cannot_be_kept_is_recomputed_inside_every_backward(budget: int | None, bound_us: float) -> None:
+    """Whole backwards of 12 F and 24, eight times and three more; with no room for the 408, 12 more in each."""
+    groups = [
+        {"name": f"group-{g}", "kept_bytes": 24 // g, "recompute_us": 12, "segment_bytes": 34 * g - 2} for g in (1, 2)
+    ]
+    modes = [group | {"forward_workspace_bytes": 32} for group in groups]
+    times = {"forward_us": 12, "backward_input_us": 12, "backward_weight_us": 12, "activation_bytes": 408}
+    problem = recomputing(4, 8, modes, budget, **times, backward_weight_bytes=272, split_backward=False)
+    assert lower_bound_us(problem) >= bound_us
+    if budget in (None, 120):
+        assert lower_bound_us(problem) == bound_us
+
+
 def test_recomputing_saves_byte_time_for_compute() -> None:
     """Each microbatch more asks for its share of memory.
 
