@@ -7,7 +7,8 @@ schedules and list schedules for a choice of variants. What is chosen for every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,11 +16,14 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from optpipe.costs import Costs
-from optpipe.errors import InputError
-from optpipe.ops import KINDS, Bools, DeviceOrders, Ints, OpArray, Orders, WaitArray
+from optpipe.costs import COPIES, Costs
+from optpipe.errors import DeadlockError, InputError
+from optpipe.ops import KINDS, Bools, DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
+from optpipe.simulate import simulate
 from optpipe.stage import Stage
+from solver.build import within_budgets
+from solver.scale import count_ops
 from solver.variants import Variant, variants
 
 IN_FLIGHT = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25)
@@ -27,7 +31,8 @@ IN_FLIGHT = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25)
 
 _C = KINDS.index("C")
 _BACKWARDS = [KINDS.index("B"), KINDS.index("BW")]
-_RECOMPUTATIONS = [KINDS.index(kind) for kind in ("C", "CB", "CBW")]
+_AGAIN = ("C", "CB", "CBW")
+_RECOMPUTATIONS = [KINDS.index(kind) for kind in _AGAIN]
 _INSIDE = np.array([KINDS.index(f"C{kind}" if kind in ("B", "BW") else kind) for kind in KINDS])
 """The kind that each kind is where the backward recomputes."""
 _PLAIN = np.array([KINDS.index(kind if kind == "C" else kind.removeprefix("C")) for kind in KINDS])
@@ -233,6 +238,87 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
         stays[recomputations[kept]] = again.kind[kept] != _C
         devices.append(DeviceOrders(OpArray(kind, ops.stage, ops.microbatch)[np.flatnonzero(stays)]))
     return Orders(devices, orders.waits, orders.channels, modes, orders.microbatch_order)
+
+
+MOST_TIMED_OPS = 300_000
+"""Ops that are timed to find copies and recomputations without which a schedule is as good: within a second."""
+
+
+def drop_needless(problem: Problem, orders: Orders) -> Orders:
+    """Orders without copies and recomputations that gain nothing: the value is no larger, the budgets are kept.
+
+    All of them at once if that is so, else by halves. A copy of what is recomputed may go alone. Of many ops, not every
+    half is tried (`MOST_TIMED_OPS`).
+    """
+    value_us = simulate(problem, orders).value_us
+    left = MOST_TIMED_OPS // count_ops(problem) + 1
+
+    def tried(units: Bools, targets: Ints) -> None:
+        nonlocal orders, left
+        if left <= 0 or not units.any():
+            return
+        left -= 1
+        other = _with_modes(orders, units, targets)
+        with suppress(DeadlockError):
+            simulation = simulate(problem, other)
+            if simulation.value_us <= value_us and within_budgets(problem, other, simulation):
+                orders = other
+                return
+        where = np.flatnonzero(units)
+        for half in np.array_split(where, 2) if len(where) > 1 else []:
+            chosen = np.zeros(units.size, bool)
+            chosen[half] = True
+            tried(chosen.reshape(units.shape), targets)
+
+    kept = np.zeros((len(problem.stages), problem.units), np.int64)
+    tried(_done_to(orders, kept.shape, [*COPIES, *_AGAIN]), kept)
+    if orders.modes is not None:
+        stays = [[_choice_that_stays(stage, k) for k in range(len(stage.choices))] for stage in problem.stages]
+        numbers = [[stays[s][k] for k in row] for s, row in enumerate(orders.modes.tolist())]
+        targets = np.array([[-1 if k is None else k for k in row] for row in numbers], np.int64)
+        tried(_done_to(orders, kept.shape, COPIES) & (targets > 0), targets)
+    return orders
+
+
+def _done_to(orders: Orders, shape: tuple[int, ...], kinds: Collection[str]) -> Bools:
+    """The units, of shape (stages, units), that have ops of these kinds."""
+    found, numbers = np.zeros(shape, bool), [KINDS.index(kind) for kind in kinds]
+    for device in orders.devices:
+        for stream in map(OpArray.of, device.streams()):
+            there = np.isin(stream.kind, numbers)
+            found[stream.stage[there], stream.microbatch[there]] = True
+    return found
+
+
+def _choice_that_stays(stage: Stage, choice: int) -> int | None:
+    """The number of the mode that is as this one without its copy."""
+    mode = stage.choices[choice]
+    alike = (
+        k for k, other in enumerate(stage.choices) if other._replace(name="") == mode._replace(name="", offload=None)
+    )
+    return next(alike, None)
+
+
+def _with_modes(orders: Orders, units: Bools, targets: Ints) -> Orders:
+    """Orders in which some units are in other modes, which move nothing and recompute as before or not at all."""
+
+    def changed(ops: OpArray) -> tuple[OpArray, Bools]:
+        at = ops.stage, ops.microbatch
+        whole = units[at] & (targets[at] == 0)
+        gone = units[at] & np.isin(ops.kind, [KINDS.index(kind) for kind in COPIES]) | whole & (ops.kind == _C)
+        return OpArray(np.where(whole, _PLAIN[ops.kind], ops.kind), *at), ~gone
+
+    def left(ops: Sequence[Op]) -> OpArray:
+        other, stays = changed(OpArray.of(ops))
+        return other[np.flatnonzero(stays)]
+
+    waits = WaitArray.of(orders.waits)
+    (op, waiting), (before, awaited) = changed(waits.op), changed(waits.before)
+    both = np.flatnonzero(waiting & awaited)
+    modes = None if orders.modes is None else np.where(units, targets, orders.modes)
+    devices = [DeviceOrders(*map(left, device.streams())) for device in orders.devices]
+    channels = [channel for channel in map(left, orders.channels) if len(channel)]
+    return Orders(devices, WaitArray(op[both], before[both]), channels, modes, orders.microbatch_order)
 
 
 def _sizes_bytes(problem: Problem) -> Ints:

@@ -14,6 +14,7 @@ from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import snapped_bound
+from solver.by_stage import drop_needless
 from solver.kernels import forget_stale, load_compiler
 from solver.limits import Limits, until_interrupted
 from solver.methods import method_named, published_orders, refuse_unsupported
@@ -101,6 +102,11 @@ def search(
     best = shared.best
     if best.orders is None:
         raise _no_solution(problem, limits, best.infeasible)
+    orders = drop_needless(problem, best.orders)
+    if orders is not best.orders:
+        value_us = simulate(problem, orders).value_us
+        bound_us = snapped_bound(value_us, best.bound_us, value_step_us(problem))
+        best = replace(best, orders=orders, value_us=value_us, bound_us=bound_us)
     return best if chosen.search is None else replace(best, method=chosen.name)
 
 

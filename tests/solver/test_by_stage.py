@@ -9,6 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from instances import HALF, uniform
 from optpipe.errors import MethodError
 from optpipe.fields import MAX_TIME_US
 from optpipe.ops import DeviceOrders, Orders
@@ -16,7 +17,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.verify import verify
 from solver.build import build_schedule, peak_budgets
-from solver.by_stage import ByStage, choices, keep_what_fits
+from solver.by_stage import ByStage, choices, drop_needless, keep_what_fits
 from solver.limits import Limits
 from solver.published.ada_offload import ada_offload
 from solver.serial import serial_orders
@@ -143,3 +144,39 @@ def test_what_is_kept_besides_fits_with_the_sizes_of_each_unit() -> None:
         assert build_schedule(tight, kept, 0.0, "kept", 0.0).value_us <= simulate(tight, orders).value_us
         changed += not np.array_equal(kept.modes, orders.modes)
     assert changed
+
+
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_copies_and_recomputations_that_gain_nothing_are_dropped(first: int) -> None:
+    """With room for everything all go; with no more room than before the value and the budgets are kept."""
+    dropped = 0
+    for seed in range(first, first + 20):
+        rng = Random(seed)
+        problem, orders = random_recomputing(rng)
+        if seed % 2:
+            problem = Problem.from_data(random_unequal(rng))
+            orders, _, _ = random_orders(problem, rng)
+        value_us = simulate(problem, orders).value_us
+        roomy = problem.from_data(
+            problem.to_data() | {"devices": [{"memory_bytes": None}] * len(problem.devices), "host_memory_bytes": None}
+        )
+        bare = drop_needless(roomy, orders)
+        schedule = build_schedule(roomy, bare, 0.0, "test", 0.0)
+        assert schedule.value_us <= value_us
+        assert drop_needless(roomy, bare) is bare
+        budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
+        tight = roomy.from_data(roomy.to_data() | {"devices": budgets})
+        least = build_schedule(tight, drop_needless(tight, orders), 0.0, "test", 0.0)
+        assert least.value_us <= value_us
+        before, after = ({op for op in one.ops() if op.kind in ("O", "C", "CB", "CBW")} for one in (orders, bare))
+        assert len(after) <= len(before)
+        dropped += len(after) < len(before)
+    assert dropped > 10
+
+
+def test_nothing_leaves_or_is_recomputed_where_all_fits() -> None:
+    for problem in (uniform(3, 4, offload=HALF), recomputing(2, 4, [FULL, LEAVES])):
+        for method in ("search", "auto"):
+            schedule = solve(problem, method, Limits(float("inf"), workers=1, deterministic_limit=0.1))
+            assert {op.op for device in schedule.devices for op in device.compute} <= {"F", "B", "W", "BW"}
+            assert not any(device.offload for device in schedule.devices)
