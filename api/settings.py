@@ -14,6 +14,7 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from optpipe.document import read_toml
+from optpipe.document_kinds import SERVICE_SETTINGS
 from optpipe.errors import InputError, Issue
 from solver.limits import available_cores
 
@@ -112,7 +113,9 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The order of the sources: what was given, the environment, the file."""
         file = os.environ.get(CONFIG_FILE)
-        from_file = [InitSettingsSource(settings_cls, read_toml(Path(file), MOST_FILE_BYTES))] if file else []
+        from_file = (
+            [InitSettingsSource(settings_cls, read_toml(Path(file), MOST_FILE_BYTES, SERVICE_SETTINGS))] if file else []
+        )
         return (init_settings, env_settings, *from_file)
 
 

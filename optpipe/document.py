@@ -12,7 +12,8 @@ import math
 import re
 import tomllib
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ import jiter
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from optpipe.document_kinds import FORMATS, DocumentKind, kind_of_data, kind_of_text
 from optpipe.errors import InputError, Issue
 
 MAX_DIGITS = 4300
@@ -99,18 +101,28 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def read_document(path: str | Path, max_bytes: int, not_meant: dict[str, str]) -> Any:
+def read_document(path: str | Path, max_bytes: int, *formats: str) -> Any:
     """Parse a JSON file of at most `max_bytes`.
 
-    `not_meant` maps prefixes of the `format` of other documents to the detail of the error for them.
+    `formats`: names of the formats that are needed, such as ``problem``; a file of another known kind is refused.
     Raises InputError.
     """
-    data = parse_json(read_bounded(Path(path), max_bytes), str(path))
-    document_format = str(data.get("format", "")) if isinstance(data, dict) else ""
-    for prefix, detail in not_meant.items():
-        if document_format.startswith(prefix):
-            _refuse("wrong_format", detail, str(path))
+    content, source = read_bounded(Path(path), max_bytes), str(path)
+    needed = [FORMATS[name] for name in formats]
+    try:
+        data = parse_json(content, source)
+    except InputError:
+        refuse_kind(kind_of_text(content), needed, source)
+        raise
+    refuse_kind(kind_of_data(data), needed, source)
     return data
+
+
+def refuse_kind(found: DocumentKind | None, needed: Sequence[DocumentKind], source: str) -> None:
+    """Raise InputError for a file of a known kind that is not needed."""
+    if found is not None and needed and found not in needed:
+        names = " or ".join(kind.name for kind in needed)
+        _refuse("wrong_format", f"is {found.name} but {names} is needed. {found.maybe}", source)
 
 
 def parse_json(text: str | bytes, source: str = "") -> Any:
@@ -274,17 +286,17 @@ def _alternatives(schema: dict[str, Any], node: dict[str, Any]) -> Iterator[dict
         yield from _alternatives(schema, branch)
 
 
-def read_toml(path: Path, max_bytes: int, if_json: str = "") -> dict[str, Any]:
-    """Parse a TOML file of at most `max_bytes`.
-
-    `if_json` is the hint for a JSON document given instead. Raises InputError that names the file.
-    """
-    content = read_bounded(path, max_bytes)
+def read_toml(path: Path, max_bytes: int, needed: DocumentKind) -> dict[str, Any]:
+    """Parse a TOML file of at most `max_bytes`. Raises InputError that names the file, and its kind if it is known."""
+    content, source = read_bounded(path, max_bytes), str(path)
     try:
         return tomllib.loads(content.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        maybe = f" {if_json}" if if_json and path.suffix == ".json" else _maybe_encoded(content)
-        detail = f"is not TOML: {error}.{maybe}"
+        found = kind_of_text(content)
+        with suppress(InputError):
+            found = kind_of_data(parse_json(content))
+        refuse_kind(found, [needed], source)
+        detail = f"is not TOML: {error}.{_maybe_encoded(content)}"
     except (RecursionError, ValueError):  # tomllib recurses into brackets, and Python limits the digits of integers
         detail = "nests too deeply, or has a number of thousands of digits. Maybe this is another file."
-    raise InputError([Issue("", "bad_toml", detail)], str(path))
+    _refuse("bad_toml", detail, source)

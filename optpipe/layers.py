@@ -157,8 +157,7 @@ class LayerProfile(Displayed, Document):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a layer profile. Raises InputError naming the field, the value and the limit."""
-        hint = "is already cut into stages. Maybe use 'optpipe solve'."
-        return cls.from_data(read_document(path, MAX_PROFILE_BYTES, {"optpipe.problem/": hint}), str(path))
+        return cls.from_data(read_document(path, MAX_PROFILE_BYTES, "layers"), str(path))
 
     @model_validator(mode="after")
     def _not_too_many(self) -> Self:

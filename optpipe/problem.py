@@ -133,11 +133,7 @@ class Problem(Displayed, Document):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a problem file. Raises InputError naming the field, the value and the limit."""
-        hints = {
-            "optpipe.schedule/": "is a schedule but a problem is needed. Maybe use 'optpipe verify' or 'plot'.",
-            "optpipe.layers/": "is a layer profile but a problem is needed. Maybe use 'optpipe plan'.",
-        }
-        return cls.from_data(read_document(path, MAX_PROBLEM_BYTES, hints), str(path))
+        return cls.from_data(read_document(path, MAX_PROBLEM_BYTES, "problem"), str(path))
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:

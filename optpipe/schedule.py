@@ -287,12 +287,7 @@ class Schedule(Displayed, Document):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a schedule file. Raises InputError naming the field, the value and the limit."""
-        hints = {
-            "optpipe.problem/": "is a problem but a schedule is needed. Maybe run 'optpipe solve' on it first.",
-            "optpipe.layers/": "is a layer profile but a schedule is needed. Maybe run 'optpipe plan' on it first.",
-            "optpipe.trace/": "is a trace but a schedule is needed. Maybe use 'optpipe trace'.",
-        }
-        return cls.from_data(read_document(path, MAX_SCHEDULE_BYTES, hints), str(path))
+        return cls.from_data(read_document(path, MAX_SCHEDULE_BYTES, "schedule"), str(path))
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:

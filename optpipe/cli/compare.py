@@ -22,6 +22,7 @@ from optpipe.cli.console import (
     stdout,
     table,
 )
+from optpipe.cli.documents import ProblemOfCsv, load_schedule_or
 from optpipe.cli.solve import TimeLimit, free_memory_bytes
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
 from optpipe.units import share_text, us_text
@@ -43,7 +44,15 @@ class Row:
 
 
 def command(
-    problem: Annotated[Path, typer.Argument(help="A problem file (optpipe.problem/1).", metavar="PROBLEM.json")],
+    document: Annotated[
+        Path,
+        typer.Argument(
+            help="A problem (optpipe.problem/1); or a schedule (optpipe.schedule/1) or a schedule CSV of torch, which "
+            "then is compared too.",
+            metavar="PROBLEM.json",
+        ),
+    ],
+    problem: ProblemOfCsv = None,
     time_limit: TimeLimit = 30.0,
     methods: Annotated[
         str | None, typer.Option(help="Names, separated by commas; default: all.", metavar="a,b")
@@ -59,6 +68,7 @@ def command(
     too. Ctrl-C stops the running search, keeps its best schedule so far, and shows the results up to then.
     """
     from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
     from solver.limits import Cancel, Limits
     from solver.methods import METHODS, method_named
 
@@ -67,9 +77,10 @@ def command(
         method_named(name, "--methods")
     if plot:
         check_picture(plot)
-    loaded = Problem.load(problem)
+    given = load_schedule_or(Problem, document, problem)
+    loaded = given.problem if isinstance(given, Schedule) else given
     compile_once()
-    rows = []
+    rows = [_given(given)] if isinstance(given, Schedule) else []
     cancel = Cancel()
     with ctrl_c_cancels(cancel):
         for name in names:
@@ -87,6 +98,19 @@ def command(
     if plot:
         _draw(rows, plot)
     return 130 if cancel.requested else 0
+
+
+def _given(schedule: Schedule) -> Row:
+    """The schedule that was handed in, or the first rule that it breaks."""
+    from optpipe.verify import verify
+    from solver.bounds import lower_bound_us
+    from solver.build import build_schedule
+
+    problem, verdict = schedule.problem, verify(schedule)
+    if not verdict.ok:
+        return Row("given", None, f"{len(verdict.violations)} broken, the first: {verdict.violations[0]}", 0.0)
+    bound_us = lower_bound_us(problem)
+    return Row("given", build_schedule(problem, schedule.orders, bound_us, schedule.method, 0.0), "", 0.0)
 
 
 def _run(problem: Problem, name: str, limits: Limits) -> Row:

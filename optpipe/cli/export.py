@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.cli.console import AsJson, compile_once, doing_long, print_json, stderr, stdout, table
+from optpipe.cli.documents import ProblemOfCsv, load_schedule, load_schedule_or
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, write_atomically
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
-    from optpipe.problem import Problem
     from optpipe.schedule import Schedule
-    from optpipe.trace import Trace
     from solver.trainer_settings import Trainer
 
 
@@ -33,14 +32,16 @@ class Format(StrEnum):
     TORCHTITAN = "torchtitan"
     LP = "lp"
     MPS = "mps"
+    SCHEDULE = "schedule"
+    PROBLEM = "problem"
 
 
 def command(
     document: Annotated[
         Path,
         typer.Argument(
-            help="A schedule (optpipe.schedule/1); for chrome-trace also a measured step (optpipe.trace/1), for lp and "
-            "mps also a problem (optpipe.problem/1).",
+            help="A schedule (optpipe.schedule/1) or a schedule CSV of torch; for chrome-trace also a measured step "
+            "(optpipe.trace/1), for lp and mps also a problem (optpipe.problem/1).",
             metavar="FILE.json",
         ),
     ],
@@ -51,7 +52,8 @@ def command(
             help="chrome-trace: for Perfetto and chrome://tracing. "
             "torch-csv: for torch's own pipelining runtime, torchtitan and NeMo AutoModel. "
             "megatron, torchtitan: the settings for activations that come nearest, as flags, and what they lose. "
-            "lp, mps: the problem as a mixed-integer model, for other solvers.",
+            "lp, mps: the problem as a mixed-integer model, for other solvers. "
+            "schedule, problem: the program's own documents, of a schedule CSV of torch.",
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Output file.")],
@@ -63,9 +65,12 @@ def command(
             "without them.",
         ),
     ] = False,
+    problem: ProblemOfCsv = None,
     as_json: AsJson = False,
 ) -> int:
     """Export a schedule, a measured step, or the mixed-integer model of a problem to the format of another tool."""
+    from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
     from optpipe.trace import Trace
 
     if drop_offload and to is not Format.TORCH_CSV:
@@ -77,10 +82,10 @@ def command(
     if to is Format.LP or to is Format.MPS:
         from solver.model_export import export_model
 
-        problem = _load_problem(document)
+        stated = load_schedule_or(Problem, document, problem)
         compile_once()
         with doing_long("stating the model"):
-            statement = export_model(problem)
+            statement = export_model(stated.problem if isinstance(stated, Schedule) else stated)
         write_atomically(output, statement.to_text("lp" if to is Format.LP else "mps"))
         result |= {name: getattr(statement, name) for name in ("rows", "columns", "integer_columns", "time_unit_us")}
         size = f"{statement.rows:,} rows, {statement.columns:,} columns"
@@ -88,18 +93,24 @@ def command(
     elif to is Format.CHROME_TRACE:
         from optpipe.export.chrome_trace import chrome_trace, measured_chrome_trace
 
-        loaded = _load(document)
+        loaded = load_schedule_or(Trace, document, problem)
         events = measured_chrome_trace(loaded) if isinstance(loaded, Trace) else chrome_trace(loaded)
         write_atomically(output, json.dumps(events, allow_nan=False))
     elif to is Format.MEGATRON or to is Format.TORCHTITAN:
         trainer: Trainer = "megatron" if to is Format.MEGATRON else "torchtitan"
         with doing_long(f"reading {document.name}"):
-            loaded = _load_schedule(document, to)
+            loaded = load_schedule(document, problem)
         return _export_settings(loaded, trainer, output, as_json)
+    elif to is Format.SCHEDULE or to is Format.PROBLEM:
+        from optpipe.schedule import schedule_text
+
+        loaded = load_schedule(document, problem)
+        text = schedule_text(loaded) if to is Format.SCHEDULE else loaded.problem.to_json() + "\n"
+        write_atomically(output, text)
     else:
         from optpipe.export.torch_csv import checkpointed_stages, torch_csv
 
-        loaded = _load_schedule(document, to)
+        loaded = load_schedule(document, problem)
         write_atomically(output, torch_csv(loaded, drop_offload=drop_offload))
         if modes := checkpointed_stages(loaded):
             result["checkpoint"] = [{"stage": s, "mode": mode} for s, mode in modes.items()]
@@ -142,43 +153,6 @@ def _export_settings(schedule: Schedule, trainer: Trainer, output: Path, as_json
             file=sys.stderr,
         )
     return 1 if best.short_bytes else 0
-
-
-def _load_schedule(path: Path, to: Format) -> Schedule:
-    """Load a schedule. Raises InputError, also for a measured step."""
-    from optpipe.trace import Trace
-
-    loaded = _load(path)
-    if isinstance(loaded, Trace):
-        detail = f"is {to}, but this is a measured step. Maybe export the schedule that it ran, or use chrome-trace."
-        raise InputError([Issue("--to", "not_a_schedule", detail)], str(path))
-    return loaded
-
-
-def _load(path: Path) -> Schedule | Trace:
-    """Load a schedule or a measured step, as the file's format says. Raises InputError."""
-    from optpipe.document import read_document
-    from optpipe.schedule import Schedule
-    from optpipe.trace import Trace
-    from optpipe.trace.document import MAX_TRACE_BYTES
-
-    hint = "is a problem but a schedule or a measured step is needed. Maybe run 'optpipe solve' on it first."
-    data = read_document(path, MAX_TRACE_BYTES, {"optpipe.problem/": hint})
-    measured = isinstance(data, dict) and str(data.get("format", "")).startswith("optpipe.trace/")
-    return (Trace if measured else Schedule).from_data(data, str(path))
-
-
-def _load_problem(path: Path) -> Problem:
-    """Load a problem, or the problem of a schedule. Raises InputError."""
-    from optpipe.document import read_document
-    from optpipe.problem import Problem
-    from optpipe.schedule import MAX_SCHEDULE_BYTES, Schedule
-
-    hint = "is a measured step but a problem or a schedule is needed. Maybe give the schedule that it ran."
-    data = read_document(path, MAX_SCHEDULE_BYTES, {"optpipe.trace/": hint})
-    if isinstance(data, dict) and str(data.get("format", "")).startswith("optpipe.schedule/"):
-        return Schedule.from_data(data, str(path)).problem
-    return Problem.from_data(data, str(path))
 
 
 def _report_memory_without_offload(schedule: Schedule) -> Sequence[dict[str, int | None]]:

@@ -8,19 +8,22 @@ from typing import Annotated
 import typer
 
 from optpipe.cli.console import AsJson, check_picture, print_json, stdout, table
+from optpipe.cli.documents import ProblemOfCsv, load_schedule
 from optpipe.units import share_text, us_text
 
-ScheduleFile = Annotated[Path, typer.Argument(help="A schedule file (optpipe.schedule/1).", metavar="SCHEDULE.json")]
+ScheduleFile = Annotated[
+    Path,
+    typer.Argument(help="A schedule (optpipe.schedule/1), or a schedule CSV of torch.", metavar="SCHEDULE.json"),
+]
 
 SHOWN_VIOLATIONS = 20
 
 
-def command(schedule: ScheduleFile, as_json: AsJson = False) -> int:
+def command(schedule: ScheduleFile, problem: ProblemOfCsv = None, as_json: AsJson = False) -> int:
     """Check every rule, budget and figure of a schedule. Exit code 1 if any is violated."""
-    from optpipe.schedule import Schedule
     from optpipe.verify import verify
 
-    loaded = Schedule.load(schedule)
+    loaded = load_schedule(schedule, problem)
     verdict = verify(loaded)
     if as_json:
         document = {
@@ -56,13 +59,13 @@ def command(schedule: ScheduleFile, as_json: AsJson = False) -> int:
 def plot(
     schedule: ScheduleFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="Output file: .png, .svg or .html.")],
+    problem: ProblemOfCsv = None,
     as_json: AsJson = False,
 ) -> int:
     """Draw a schedule: a Gantt chart with each device's memory and its budget."""
     from optpipe.plot import draw_schedule
-    from optpipe.schedule import Schedule
 
     check_picture(output)
-    draw_schedule(Schedule.load(schedule), output)
+    draw_schedule(load_schedule(schedule, problem), output)
     print_json({"output": str(output)}) if as_json else stdout().print(f"wrote {output}")
     return 0

@@ -26,6 +26,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from optpipe.document import Document, read_toml
+from optpipe.document_kinds import SIZE_TABLE
 from optpipe.fields import Count, reject
 from optpipe.layers import HostCopies, Layer, LayerProfile, Link
 from optpipe.problem import CopyChannels
@@ -291,4 +292,4 @@ class SizeTable(Document):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Load a TOML file. Raises InputError naming the field, the value and the limit."""
-        return cls.from_data(read_toml(Path(path), MAX_TABLE_BYTES), str(path))
+        return cls.from_data(read_toml(Path(path), MAX_TABLE_BYTES, SIZE_TABLE), str(path))

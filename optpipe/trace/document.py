@@ -135,12 +135,7 @@ class Trace(Displayed, Document):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a trace file. Raises InputError naming the field, the value and the limit."""
-        instead = "but a trace is needed. Maybe run 'optpipe train --trace FILE'"
-        hints = {
-            "optpipe.problem/": f"is a problem {instead} on a schedule of it.",
-            "optpipe.schedule/": f"is a schedule {instead} on it.",
-        }
-        return cls.from_data(read_document(path, MAX_TRACE_BYTES, hints), str(path))
+        return cls.from_data(read_document(path, MAX_TRACE_BYTES, "trace"), str(path))
 
     @model_validator(mode="after")
     def _ran_the_schedule(self) -> Self:

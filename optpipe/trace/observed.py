@@ -21,7 +21,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from optpipe.compile import compile_schedule
-from optpipe.document import read_bounded
+from optpipe.document import read_bounded, refuse_kind
+from optpipe.document_kinds import CHROME_TRACE, kind_of_data, kind_of_text
 from optpipe.errors import InputError, Issue
 from optpipe.ops import STREAMS, DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem
@@ -78,6 +79,7 @@ def observed_schedule(problem: Problem, orders: Orders, method: str) -> Schedule
             "solve_seconds": 0,
             "devices": devices,
         }
+        | ({} if orders.microbatch_order is None else {"microbatch_order": list(orders.microbatch_order)})
     )
 
 
@@ -259,7 +261,10 @@ def _marks(path: Path) -> list[Mark]:
     """The ranges of a profile that are ops, by start: those with numbers where it has any."""
     content = read_bounded(path, MAX_TRACE_BYTES)
     try:
-        data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+        text = gzip.decompress(content) if path.suffix == ".gz" else content
+        refuse_kind(kind_of_text(text), [CHROME_TRACE], str(path))
+        data = json.loads(text)
+        refuse_kind(kind_of_data(data), [CHROME_TRACE], str(path))
         base_us = data.get("baseTimeNanoseconds", 0) / 1000 if isinstance(data, dict) else 0.0
         events = [
             event for event in (data["traceEvents"] if isinstance(data, dict) else data) if event.get("ph") == "X"

@@ -170,14 +170,12 @@ def load_records(folder: Path) -> list[RankRecord]:
 
     Raises InputError if a file is no record, a device of the pipeline has none, or they are of different runs.
     """
-    hint = "but records of a run are needed. Maybe name the folder that a Recorder wrote to."
-    hints = {"optpipe.problem/": f"is a problem {hint}", "optpipe.schedule/": f"is a schedule {hint}"}
     paths = sorted(folder.glob("rank*.json"))
     if not paths:
         maybe = "the run ended before its recorded steps were over" if folder.is_dir() else "the folder is misspelt"
         detail = f"has no records (rank0.json and so on). Maybe {maybe}."
         raise InputError([Issue("", "no_records", detail)], str(folder))
-    records = [RankRecord.from_data(read_document(path, MAX_TRACE_BYTES, hints), str(path)) for path in paths]
+    records = [RankRecord.from_data(read_document(path, MAX_TRACE_BYTES, "record"), str(path)) for path in paths]
     first = records[0]
     for record, path in zip(records, paths, strict=True):
         for field in ("placement", "microbatches", "processes", "runtime"):

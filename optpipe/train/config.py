@@ -34,6 +34,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, ErrorDetails, to_jsonable_python
 
 from optpipe.document import read_toml, shown
+from optpipe.document_kinds import TRAINING_SETTINGS
 from optpipe.errors import InputError, Issue
 from optpipe.mode_names import parse_modes
 from optpipe.partition import devices_of_stages
@@ -606,8 +607,7 @@ def read_config(path: Path | None, flags: Mapping[str, Any]) -> TrainingConfig:
     folder = path.parent if path else Path()
     issues = []
     with _named_as_given(path, flags):
-        maybe = "Maybe it is the schedule, which --schedule takes."
-        data = read_toml(path, MAX_CONFIG_BYTES, maybe) if path else {}
+        data = read_toml(path, MAX_CONFIG_BYTES, TRAINING_SETTINGS) if path else {}
         for name, value in flags.items():
             table, _, field = name.rpartition(".")
             values = data.setdefault(table, {}) if table else data

@@ -117,10 +117,7 @@ class Suite(Document):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Load a suite. Raises InputError naming the field, the value and the limit."""
-        problem = "is a problem but a suite is needed. Maybe use the command 'optpipe solve' or 'compare'."
-        schedule = "is a schedule but a suite is needed. Maybe use the command 'optpipe verify' or 'plot'."
-        hints = {"optpipe.problem/": problem, "optpipe.schedule/": schedule}
-        return cls.from_data(read_document(path, MAX_SUITE_BYTES, hints), str(path))
+        return cls.from_data(read_document(path, MAX_SUITE_BYTES, "suite"), str(path))
 
     @model_validator(mode="after")
     def _entries_differ(self) -> Self:
@@ -318,7 +315,7 @@ class _Entry(_Part):
 
 def load_public(path: Path) -> dict[str, Public]:
     """Load the best public value of each instance in a reference file. Raises InputError."""
-    reference = read_document(path, MAX_REFERENCE_BYTES, {})
+    reference = read_document(path, MAX_REFERENCE_BYTES)
     if not isinstance(reference, dict):
         detail = "must be an object with an entry for each instance. Maybe it is another file than a reference."
         raise InputError([Issue("", "not_an_object", detail)], str(path))

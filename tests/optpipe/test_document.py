@@ -9,6 +9,14 @@ from pathlib import Path
 import pytest
 
 from optpipe.document import MAX_DIGITS, MOST_ISSUES, parse_json, read_bounded, read_document, read_toml
+from optpipe.document_kinds import (
+    CHROME_TRACE,
+    MEGATRON_LAYOUT,
+    SIZE_TABLE,
+    TORCH_CSV,
+    TRANSFORMERS_CONFIG,
+    DocumentKind,
+)
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 
@@ -105,9 +113,9 @@ def test_reads_files_up_to_a_limit(tmp_path: Path) -> None:
 
 def test_the_mark_with_which_editors_begin_utf_8_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "marked.json").write_bytes(BOM_UTF8 + b'{"a": 1}\r\n')
-    assert read_document(tmp_path / "marked.json", 100, {}) == {"a": 1}
+    assert read_document(tmp_path / "marked.json", 100) == {"a": 1}
     (tmp_path / "marked.toml").write_bytes(BOM_UTF8 + b"a = 1\r\n")
-    assert read_toml(tmp_path / "marked.toml", 100) == {"a": 1}
+    assert read_toml(tmp_path / "marked.toml", 100, SIZE_TABLE) == {"a": 1}
 
 
 def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
@@ -160,14 +168,38 @@ def test_refused_with_its_name(tmp_path: Path, content: bytes, message: str) -> 
     path = tmp_path / "a.toml"
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
-        read_toml(path, LIMIT_BYTES)
+        read_toml(path, LIMIT_BYTES, SIZE_TABLE)
     assert message in str(caught.value)
     assert caught.value.source == str(path)
 
 
-@pytest.mark.parametrize(("name", "said"), [("a.json", True), ("a.toml", False)])
-def test_who_gave_json_is_told_where_it_belongs(tmp_path: Path, name: str, said: bool) -> None:
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(InputError) as caught:
-        read_toml(tmp_path / name, LIMIT_BYTES, "Maybe another option takes it.")
-    assert str(caught.value).endswith("Maybe another option takes it.") is said
+CONFIG = '{"num_hidden_layers": 48, "hidden_size": 1600, "vocab_size": 50257}'
+NESTED_CONFIG = '{"model_type": "llava", "text_config": {"num_hidden_layers": 2, "hidden_size": 8}}'
+
+
+NEEDED = DocumentKind("a file of settings", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (CONFIG, TRANSFORMERS_CONFIG),
+        (NESTED_CONFIG, TRANSFORMERS_CONFIG),
+        ('{"model_type": "gpt2", "n_layer": 12, "n_embd": 768}', TRANSFORMERS_CONFIG),
+        ('{"schemaVersion": 1, "traceEvents": []}', CHROME_TRACE),
+        ('[{"ph": "X", "name": "F0", "ts": 0, "dur": 1}]', CHROME_TRACE),
+        ("0F0,0F1,,0B0\n,1F0,1B0", TORCH_CSV),
+        (",,2F0,2I0\r\n", TORCH_CSV),
+        ("0UNSHARD,0F0,0SEND_F0", TORCH_CSV),
+        ("Et|(tt|)*30L\n", MEGATRON_LAYOUT),
+        ("[model]\nlayers = 2\nlayers = 3\n", SIZE_TABLE),
+    ],
+)
+def test_other_kinds_of_files_are_refused_by_name(tmp_path: Path, text: str, kind: DocumentKind) -> None:
+    path = tmp_path / "given"
+    path.write_text(text)
+    for read in (lambda: read_document(path, LIMIT_BYTES, "problem"), lambda: read_toml(path, LIMIT_BYTES, NEEDED)):
+        with pytest.raises(InputError) as caught:
+            read()
+        assert str(caught.value).startswith(f"is {kind.name} but ")
+        assert str(caught.value).endswith(kind.maybe)

@@ -51,7 +51,7 @@ def read_manifest(path: Path) -> CheckpointDocument:
     """The document of a checkpoint. Raises CheckpointError that names what is wrong with it."""
     manifest = path / MANIFEST
     try:
-        return CheckpointDocument.unsealed(read_document(manifest, MAX_MANIFEST_BYTES, {}), str(manifest))
+        return CheckpointDocument.unsealed(read_document(manifest, MAX_MANIFEST_BYTES), str(manifest))
     except InputError as error:
         raise CheckpointError(f"{manifest}: {error}") from None
 

@@ -105,12 +105,16 @@ def test_bad_input_is_named(
 ) -> None:
     out = tmp_path / "out"
     csv = _refused(cli("export", trace_file, "--to", "torch-csv", "-o", out))
-    assert f"{trace_file}: --to is torch-csv, but this is a measured step. Maybe export the schedule" in csv
+    assert (
+        f"{trace_file}: is a measured step but a schedule is needed. Maybe use 'optpipe trace', or give the sch" in csv
+    )
     problem = _refused(cli("export", problem_file, "--to", "chrome-trace", "-o", out))
     assert "is a problem but a schedule or a measured step is needed. Maybe run 'optpipe solve'" in problem
     model = _refused(cli("export", trace_file, "--to", "lp", "-o", out))
     assert f"{trace_file}: is a measured step but a problem or a schedule is needed. Maybe give the schedule" in model
-    assert "is a schedule but a trace is needed. Maybe run 'optpipe train" in _refused(cli("trace", schedule_file))
+    assert "is a schedule but a measured step is needed. Maybe use 'optpipe verify'" in _refused(
+        cli("trace", schedule_file)
+    )
     assert "has the suffix '.gif'" in _refused(cli("trace", trace_file, "--plot", tmp_path / "step.gif"))
     assert not out.exists()
     train = ("train", "--schedule", schedule_file, "--model", "tiny", "--steps", "2")

@@ -118,8 +118,7 @@ def test_no_schedule(cli: Cli, tmp_path: Path) -> None:
     few = ("--solve", "--devices", "2", "--placement", "v", "--layers", "3")
     assert refusal(cli, *few).startswith("--layers is 3 but the schedule has 4 stages, and each needs a layer. Maybe")
     (tmp_path / "schedule.json").write_text("{}")
-    assert "is not TOML" in (found := refusal(cli, "--config", tmp_path / "schedule.json"))
-    assert found.endswith("Maybe it is the schedule, which --schedule takes.")
+    assert "is not TOML" in refusal(cli, "--config", tmp_path / "schedule.json")
 
 
 def test_everything_wrong_in_a_file_is_said_at_once(cli: Cli, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The file has every compute op in its order, in torch's letters; what torch cannot run is refused."""
+"""The file has every compute op in its order, in torch's letters; what torch cannot run is refused, and all is read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from instances import uniform
 from instances.schedules import one_f_one_b
 from optpipe.cli import main
 from optpipe.errors import DeadlockError, InputError, OrderError
-from optpipe.export.torch_csv import checkpointed_stages, peak_bytes_without_offload, torch_csv
+from optpipe.export.torch_csv import checkpointed_stages, peak_bytes_without_offload, read_torch_csv, torch_csv
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.verify import verify
 from solver.build import build_schedule
 from solver.published.seq1f1b import seq1f1b
 from tests.optpipe.plot.schedules import all_forwards_first, pair
@@ -227,3 +229,126 @@ def test_memory_without_offload_counts_what_is_recomputed() -> None:
     schedule = build_schedule(problem, orders, 0.0, "by hand", 0.0)
     assert torch_csv(schedule, drop_offload=True) == "0F0,0B0\n"
     assert peak_bytes_without_offload(schedule) == [10]
+
+
+CLASSES = {
+    "Interleaved1F1B": (57_000, [11_000, 9_000, 7_000, 5_000]),
+    "InterleavedZeroBubble": (51_000, [8_000, 7_500, 7_000, 6_500]),
+    "ZBVZeroBubble": (51_000, [8_000] * 4),
+    "DualPipeV": (63_000, [9_000] * 4),
+}
+"""Value and peaks of four ranks with two stages each, 8 microbatches (DualPipeV: 10), 1 ms an op: by torch's steps."""
+
+
+def dumped(name: str, form: str, path: Path) -> Path:
+    """What a schedule class of torch dumps of itself."""
+    from torch.distributed.pipelining import schedules
+
+    def stage(s: int) -> Mock:
+        rank_of = {k: k % 4 for k in range(8)}
+        return Mock(stage_index=s, num_stages=8, group_size=4, group_rank=0, stage_index_to_group_rank=rank_of)
+
+    microbatches = 10 if name == "DualPipeV" else 8
+    schedule = getattr(schedules, f"Schedule{name}")([stage(0), stage(4)], microbatches, loss_fn=Mock())
+    schedule._dump_csv(path, format=form)
+    return path
+
+
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_torchs_own_classes_dump_is_read(name: str, form: str, tmp_path: Path) -> None:
+    found = read_torch_csv(dumped(name, form, tmp_path / "a.csv").read_bytes(), "a.csv")
+    verdict = verify(found.schedule)
+    assert verdict.ok
+    assert (verdict.makespan_us, [device.peak_bytes for device in verdict.devices]) == CLASSES[name]
+    assert (found.dropped > 0) is (form == "compute_comms")
+    assert found.overlapped == (41 if name == "DualPipeV" else 0)
+
+
+def test_backwards_in_another_order_are_refused(tmp_path: Path) -> None:
+    content = dumped("LoopedBFS", "compute_only", tmp_path / "a.csv").read_bytes()
+    with pytest.raises(InputError, match=r"^rank 0 runs BW4\.7 before BW4\.6, but .* Maybe it is of ScheduleLoopedBFS"):
+        read_torch_csv(content, "a.csv")
+
+
+def test_b_beside_w_is_the_backward_for_the_input() -> None:
+    """The file zb1p_2rank_2stagep of torch's tests, cut to one microbatch, and a whole B of another one."""
+    content = b"0F0,0F1,2F0,2B0,2W0,2F1,2B1,0B0,0W0,0B1\n,1F0,1F1,3F0,3B0,3W0,3F1,3B1,1B0,1W0,1B1\n"
+    schedule = read_torch_csv(content, "a.csv").schedule
+    assert torch_csv(schedule).splitlines()[0] == "0F0,0F1,2F0,2I0,2W0,2F1,2B1,0I0,0W0,0B1"
+
+
+@settings(deadline=None)
+@given(problems().filter(lambda problem: all(problem.stages_of)), st.integers(0, 10**6))
+def test_what_is_written_is_read_with_the_costs_of_its_problem(problem: Problem, seed: int) -> None:
+    no_limits = {"devices": [{"memory_bytes": None}] * len(problem.devices), "host_memory_bytes": None}
+    schedule = random_schedule(Problem.from_data(problem.to_data() | no_limits), seed)
+    text = torch_csv(schedule, drop_offload=True)
+    found = read_torch_csv(text.encode(), "a.csv", schedule.problem).schedule
+    assert [device.compute.ops for device in found.devices] == [device.compute.ops for device in schedule.devices]
+    assert torch_csv(read_torch_csv(text.encode(), "a.csv").schedule) == text
+
+
+def test_an_order_of_the_microbatches_is_read() -> None:
+    assert read_torch_csv(b"0F1,0B1,0F0,0B0", "a.csv").schedule.microbatch_order == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0", "rank 0, cell 1 is '0X0', but an action is written as stage, letter, microbatch. Maybe 2F0."),
+        ("0F0,0B", "rank 0, cell 1 is '0B', but"),
+        ("(0F0;0F1)OVERLAP_F_B", "OVERLAP_F_B joins a forward and a whole backward. Maybe"),
+        ("0F0,0B0\n\n1F0,1B0", "rank 1 has no actions. Maybe its row is a blank line"),
+        ("0F0,0B0,1F0\n1B0", "stage 1 is on ranks 0, 1, but"),
+        ("0F0,0B0,0F1", "has 1 F, 0 I or B and 0 W of stage 0, microbatch 1 (1 of 1 stages and 2 microbatches are"),
+        ("0F0,0F0,0B0", "has 2 F, 1 I or B and 0 W of stage 0, microbatch 0"),
+        ("0F0,0I0,0B0,0W0", "has 1 F, 2 I or B and 1 W of stage 0, microbatch 0"),
+        ("0F0,0F1", "has forwards alone, but a training step is read. Maybe"),
+        ("0B0,0UNSHARD", "has no forward"),
+        ("0F0,0B0,99F99999", "has 3 ops, too few for 100 stages and 100000 microbatches. Maybe"),
+    ],
+)
+def test_files_that_are_no_schedule_are_refused_by_rank_and_cell(text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_torch_csv(text.encode(), "a.csv")
+    assert message in str(caught.value)
+
+
+def test_ranks_that_wait_for_one_another_are_a_deadlock() -> None:
+    with pytest.raises(DeadlockError):
+        read_torch_csv(b"0F0,0B0\n1B0,1F0", "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (uniform(2, 2), "has 1 microbatches, but the problem 2"),
+        (uniform(3, 1), "has 2 ranks, but the problem 3. Maybe it is of another run.\nhas 2 stages"),
+        (uniform(1, 1, v_shape=True), "has 2 ranks, but the problem 1"),
+    ],
+)
+def test_a_problem_of_other_sizes_is_refused(problem: Problem, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_torch_csv(b"0F0,0B0\n1F0,1B0", "a.csv", problem)
+    assert message in str(caught.value)
+
+
+def test_commands_read_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, costs = tmp_path / "own.csv", tmp_path / "costs.json"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert run("verify", path, "--json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["makespan_us"] == 9_000
+    assert "own.csv has no costs: taken are 1 ms for each F, B and W" in captured.err
+    costs.write_text(uniform(2, 2).to_json())
+    assert run("compare", path, "--problem", costs, "--methods", "1f1b", "--json") == 0
+    given, published = json.loads(capsys.readouterr().out)
+    assert (given["method"], published["method"]) == ("given", "1f1b")
+    assert given["value_us"] == published["value_us"]
+    for form in ("schedule", "problem"):
+        assert run("export", path, "--to", form, "-o", tmp_path / form) == 0
+    assert Schedule.load(tmp_path / "schedule").problem == Problem.load(tmp_path / "problem")
+    assert run("plot", path, "-o", tmp_path / "own.svg") == 0
+    assert run("verify", tmp_path / "schedule", "--problem", costs) == 2
+    assert "--problem gives costs to a schedule CSV of torch, but" in capsys.readouterr().err
