@@ -9,6 +9,7 @@ transformer) and runs the blocks again one at a time; `selective-3` does so with
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from optpipe.errors import InputError, Issue
@@ -59,13 +60,17 @@ def parse_recomputed(name: str) -> Recomputed | None:
     return None
 
 
-def without_shorthand(name: str, blocks: int) -> list[str]:
-    """The modes that a name asked for stands for on a stage of so many blocks."""
-    if without_offload(name) != BLOCKS:
-        return [name]
-    ending = name.removeprefix(BLOCKS)
-    numbered = [f"{SELECTIVE}-{count}{ending}" for count in range(1, blocks)]
-    return [*numbered, f"{SELECTIVE}{ending}"] if blocks else []
+def without_shorthand(names: Sequence[str], blocks: int) -> list[str]:
+    """The modes that names asked for stand for on a stage of so many blocks, each once."""
+    modes = []
+    for name in names:
+        if without_offload(name) != BLOCKS:
+            modes.append(name)
+        elif blocks:
+            ending = name.removeprefix(BLOCKS)
+            modes += [f"{SELECTIVE}-{count}{ending}" for count in range(1, blocks)]
+            modes.append(f"{SELECTIVE}{ending}")
+    return list(dict.fromkeys(modes))
 
 
 def parse_modes(text: str, field: str) -> list[str]:

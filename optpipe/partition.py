@@ -251,7 +251,7 @@ def _modes(
     """Activation modes of a stage that receives so many bytes, in a dict unless it has none."""
     blocks = sum(layer.recomputation is not None for layer in layers)
     entries = []
-    for name in [name for asked in modes for name in without_shorthand(asked, blocks)]:
+    for name in without_shorthand(modes, blocks):
         recomputed = parse_recomputed(name)
         assert recomputed is not None, "checked before"
         if recomputed.whole:

@@ -47,10 +47,7 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
         f"compute takes {comparison.work_ratio:.3f} times as long as planned"
     )
     if not comparison.plan_fits:
-        console.print(
-            "note: the plan's durations are not those of this model on this machine. "
-            "Maybe measure them with 'optpipe profile' and solve again."
-        )
+        console.print(_misfit(trace, comparison))
     rows = table(
         "device",
         "bubble planned",
@@ -86,6 +83,20 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
                 f"no plan has: {_us(inside_us)} in its bubble, {share} of the step, and "
                 f"{_us(device.exposed_collectives_us)} before the step's first op or behind its last"
             )
+
+
+def _misfit(trace: Trace, comparison: Comparison) -> str:
+    """The likely reason why compute took much longer or shorter than planned: another model, or a busy machine."""
+    planned, ran = trace.schedule.problem.name, trace.source.partition(";")[0]
+    if ran and not planned.startswith(ran):
+        return (
+            f"note: the plan is of {planned or 'a problem without a name'!r}, but the step ran {ran!r}. Maybe train "
+            "with the --model and sizes that were profiled, or profile this model and solve again."
+        )
+    return (
+        f"note: compute took {comparison.work_ratio:.3g} times as long as planned. Maybe other programs kept the "
+        "machine busy, now or in the profile: a step is timed by the wall clock, so record it again when they rest."
+    )
 
 
 def _print_differences(comparison: Comparison) -> None:

@@ -390,7 +390,7 @@ def _slice_transfers(
 
 def _modes_of(stage: Stage, blocks: int, modes: Sequence[str]) -> list[str]:
     """Names, without "+offload", of those modes that recompute which a stage has."""
-    names = [without_offload(name) for asked in modes for name in without_shorthand(asked, blocks)]
+    names = [without_offload(name) for name in without_shorthand(modes, blocks)]
     again = [name for name in dict.fromkeys(names) if name not in (OFFLOAD, *IN_LOW_PRECISION)]
     return [name for name in again if stage.has_mode(name)]
 
@@ -446,7 +446,7 @@ def _stage(figures: StageFigures, modes: Sequence[str]) -> dict[str, Any]:
         for name, kinds in lossy.items()
         if (copies := _copies(figures, kinds, figures.sizes.offload_bytes))
     ]
-    for name in [name for asked in modes for name in without_shorthand(asked, figures.blocks)]:
+    for name in without_shorthand(modes, figures.blocks):
         again = figures.sizes.recomputed.get(without_offload(name))
         if again is None or again.kept_bytes >= figures.sizes.activation_bytes:
             continue  # the stage does not have it, or saves nothing by it

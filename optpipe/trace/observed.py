@@ -16,6 +16,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -39,6 +40,8 @@ FRAME = re.compile(r"(?:.*/)?schedules\.py\(\d+\): (forward_step|backward_step)"
 NUMBERED = "is for ranges of Megatron-LM, which have no numbers. Maybe leave it out."
 PEER = re.compile(r"nccl(Dev)?Kernel_SendRecv")
 """Messages between stages, which an op may only wait for."""
+PIPELINE_GROUP = re.compile(r"^(mesh_)?pp$|^PIPELINE_MODEL_PARALLEL_GROUP$")
+"""Names of the pipeline's process group: of a device mesh, and of Megatron-LM."""
 UNREADABLE = (OSError, EOFError, zlib.error, RecursionError, OverflowError)
 """Errors of damaged compression, of JSON that nests too deeply, and of integers that no float holds."""
 KIND_OF_TORCH = {"F": "F", "I": "B", "W": "W", "B": "BW"}
@@ -99,6 +102,31 @@ class Mark(NamedTuple):
     end_us: float
 
 
+class Profile(NamedTuple):
+    """What a file says: its ops, its rank, and the ranks of its pipeline where it knows them.
+
+    `receives_us`: when it began to receive messages, by the host's clock; empty where ops have a GPU's times.
+    `processes`: of the whole job; 0 where the file does not say it.
+    """
+
+    path: Path
+    marks: Sequence[Mark]
+    receives_us: Sequence[float]
+    rank: int | None
+    pipeline: Sequence[int] | None
+    processes: int
+
+    @property
+    def counted(self) -> bool:
+        """True if the ops have no numbers; all ranges of a file are of one form."""
+        return self.marks[0].name in COUNTED
+
+    @property
+    def says_stages(self) -> bool:
+        """True if the ops have the number of their stage, so that the order of the files says nothing."""
+        return ACTION.fullmatch(self.marks[0].name) is not None
+
+
 def is_profile(path: Path) -> bool:
     """True for a Chrome trace, False for a document of OptPipe."""
     if path.suffix == ".gz":
@@ -115,13 +143,15 @@ def load_profiles(paths: Sequence[Path], chunks: int | None = None) -> Trace:
     order, each op with the median time of its kind and stage, and as many microbatches in flight as its budget. Raises
     InputError where ops are missing.
     """
-    marks = [_marks(path) for path in paths]
-    counted = [found[0].name in COUNTED for found in marks]  # all ranges of a file are of one form
+    profiles = [_profile(path) for path in paths]
+    marks = [found.marks for found in profiles]
+    counted = [found.counted for found in profiles]
+    if any(counted) and not all(counted):
+        rank = counted.index(False)
+        detail = f"has ranges with numbers ({marks[rank][0].name}), others have none. Maybe it is of another run."
+        raise InputError([Issue("", "other_form", detail)], str(paths[rank]))
+    _check_ranks(profiles)
     if any(counted):
-        if not all(counted):
-            rank = counted.index(False)
-            detail = f"has ranges with numbers ({marks[rank][0].name}), others have none. Maybe it is of another run."
-            raise InputError([Issue("", "other_form", detail)], str(paths[rank]))
         ranks = _counted_steps(marks, chunks, paths)
     elif chunks is not None:
         raise InputError([Issue("--chunks", "not_counted", NUMBERED)], str(paths[0]))
@@ -136,6 +166,8 @@ def load_profiles(paths: Sequence[Path], chunks: int | None = None) -> Trace:
     step = [steps[complete[-1]] for steps in ranks]
     placement = _placement(step, paths)
     at = {found.op: found for ranges in step for found in ranges}
+    _check_messages(profiles, placement)
+    _check_times(at, placement, paths)
     step = [[_after_message(found, at, placement) for found in ranges] for ranges in step]
     schedule = _schedule(step, placement)
     parts = []
@@ -151,7 +183,7 @@ def load_profiles(paths: Sequence[Path], chunks: int | None = None) -> Trace:
         program=compile_schedule(schedule).digest,
         step=complete[-1],
         planned_peak_bytes=[0] * len(paths),
-        source=f"profiles of {len(paths)} rank(s), by each one's clock: {paths[0].name}",
+        source=f"profiles of {len(paths)} rank(s), by each one's clock: {paths[0].name}{_doubt(profiles)}",
     )
 
 
@@ -225,14 +257,22 @@ def _interleaving(leads: Sequence[int], total: int, chunks: int | None, paths: S
     p, last = len(leads), leads[-1]
     fits = all(lead == min(total, last + 2 * (p - 1 - rank)) for rank, lead in enumerate(leads))
     if chunks is None:
-        if p == 1 or not fits or last in (1, total):
+        one_each = [min(total, p - rank) for rank in range(p)]
+        if list(leads) == one_each or last == total:
             return 1, p
+        if p == 1 or not fits or last == 1:
+            detail = (
+                f"begins a step of {total} forwards with {last} of them, and the ranks in their order with "
+                f"{', '.join(map(str, leads))}: 1F1B of {p} ranks begins with {', '.join(map(str, one_each))}. Maybe a "
+                "rank is missing, or they are in another order."
+            )
+            raise InputError([Issue("", "no_order", detail)], str(paths[-1]))
         count, rest = divmod(last - 1, p)
         if rest or total % (count + 1):
             detail = (
                 f"is missing: {paths[-1].name} begins a step of {total} forwards with {last} of them, as in "
                 "interleaved chunks, but not in groups as large as the pipeline. Maybe give Megatron-LM's chunks of a "
-                "rank."
+                "rank, or a rank is missing."
             )
             raise InputError([Issue("--chunks", "missing", detail)])
         return count + 1, p
@@ -257,8 +297,108 @@ def _megatron_order(microbatches: int, chunks: int, group: int) -> list[tuple[in
     ]
 
 
-def _marks(path: Path) -> list[Mark]:
-    """The ranges of a profile that are ops, by start: those with numbers where it has any."""
+def _check_ranks(profiles: Sequence[Profile]) -> None:
+    """Raise InputError for files that are not those of one pipeline, by the ranks that they state."""
+    first_of: dict[int | Path, Profile] = {}
+    for found in profiles:
+        for key in (found.path.resolve(), *([] if found.rank is None else [found.rank])):
+            if key in first_of:
+                detail = f"is of the same rank as {first_of[key].path}. Maybe one file is given twice."
+                raise InputError([Issue("", "same_rank", detail)], str(found.path))
+            first_of[key] = found
+    ranks = [found.rank for found in profiles if found.rank is not None]
+    if len(ranks) < len(profiles):
+        return
+    text = ", ".join(map(str, ranks))
+    for found in profiles:
+        if found.pipeline is not None and set(found.pipeline) != set(ranks):
+            detail = f"is of a pipeline of ranks {', '.join(map(str, found.pipeline))}, but given are ranks {text}"
+            missing = [str(rank) for rank in found.pipeline if rank not in ranks]
+            fix = f"Maybe add the profile of rank {', '.join(missing)}." if missing else "Maybe give these alone."
+            raise InputError([Issue("", "other_ranks", f"{detail}. {fix}")], str(found.path))
+    steps = {after - before for before, after in pairwise(ranks)}
+    if not all(found.says_stages for found in profiles) and (len(steps) > 1 or min(steps, default=1) < 0):
+        detail = (
+            f"and the others are of ranks {text}, but the ranks of a pipeline ascend at one distance. Maybe one is "
+            "missing, or they are in another order."
+        )
+        raise InputError([Issue("", "other_order", detail)], str(profiles[0].path))
+
+
+def _doubt(profiles: Sequence[Profile]) -> str:
+    """The ranks, where they are not all that a job has at their distance, and no file says which its pipeline has."""
+    ranks = [found.rank for found in profiles if found.rank is not None]
+    processes = max(found.processes for found in profiles)
+    distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    whole = range(ranks[0] % distance, processes, distance) if ranks and distance > 0 else range(0)
+    if any(found.pipeline for found in profiles) or len(ranks) < len(profiles) or len(whole) <= len(ranks):
+        return ""
+    given, all_of = ", ".join(map(str, ranks)), ", ".join(map(str, whole[:8])) + (", ..." if len(whole) > 8 else "")
+    return f" (of ranks {given}; if the pipeline has ranks {all_of}, some are missing)"
+
+
+def _check_messages(profiles: Sequence[Profile], placement: Sequence[int]) -> None:
+    """Raise InputError where a rank receives what its place does not need, or not what it needs.
+
+    The first stage's rank receives nothing for its first forward, the last one's nothing after its last forward, and
+    every other rank does both. Several stages on one rank send to and fro, and say their numbers.
+    """
+    if len(set(placement)) < len(placement) or not any(found.receives_us for found in profiles):
+        return
+    for s, rank in enumerate(placement):
+        found = profiles[rank]
+        forwards = [mark for mark in found.marks if _is_forward(mark.name)]
+        before = any(at_us < forwards[0].end_us for at_us in found.receives_us)  # torch's GPipe waits within its range
+        after = any(at_us > forwards[-1].end_us for at_us in found.receives_us)
+        for does, needed, what in (
+            (before, s > 0, "messages for its first forward"),
+            (after, s + 1 < len(placement), "messages after its last forward"),
+        ):
+            if does != needed:
+                place = "first" if s == 0 else "last" if s + 1 == len(placement) else "middle"
+                detail = (
+                    f"{'receives' if does else 'receives no'} {what}, but the rank of a pipeline's {place} stage "
+                    f"{'has none' if does else 'does'}. Maybe a rank is missing, or they are in another order."
+                )
+                raise InputError([Issue("", "other_place", detail)], str(found.path))
+
+
+def _is_forward(name: str) -> bool:
+    action = ACTION.fullmatch(name)
+    return action[2] == "F" if action else name.startswith("Forward") or COUNTED.get(name) == "F"
+
+
+def _check_times(at: Mapping[Op, Range], placement: Sequence[int], paths: Sequence[Path]) -> None:
+    """Raise InputError where most ops of a stage end before those that they need, more than clocks can be off."""
+    early: dict[tuple[str, int], list[bool]] = {}
+    for op, found in at.items():
+        if (before := _needed(op, at, len(placement))) is not None and placement[before.op.stage] != placement[
+            op.stage
+        ]:
+            early.setdefault((op.kind, op.stage), []).append(found.end_us < before.end_us)
+    for (kind, s), are_early in sorted(early.items()):
+        if 2 * sum(are_early) > len(are_early):
+            neighbour = s - 1 if kind == "F" else s + 1
+            detail = (
+                f"has {sum(are_early)} of {len(are_early)} {kind} of stage {s} end before those of stage {neighbour}, "
+                f"which they need, in {paths[placement[neighbour]].name}. Maybe the files are not in the order of the "
+                "pipeline, a rank is missing, or the clocks of the hosts differ."
+            )
+            raise InputError([Issue("", "other_order", detail)], str(paths[placement[s]]))
+
+
+def _needed(op: Op, at: Mapping[Op, Range], stages: int) -> Range | None:
+    """The op on the stage before, or for a backward behind, whose message an op needs."""
+    kind, s, i = op
+    if kind == "F":
+        return at[Op("F", s - 1, i)] if s > 0 else None
+    if kind == "W" or s + 1 == stages:
+        return None
+    return at.get(Op("BW", s + 1, i)) or at[Op("B", s + 1, i)]
+
+
+def _profile(path: Path) -> Profile:
+    """Read a profile: ranges that are ops, by start, those with numbers where it has any."""
     content = read_bounded(path, MAX_TRACE_BYTES)
     try:
         text = gzip.decompress(content) if path.suffix == ".gz" else content
@@ -278,7 +418,9 @@ def _marks(path: Path) -> list[Mark]:
                 start_us = base_us + float(event["ts"])
                 mark = Mark(name, start_us, start_us + float(event["dur"]))
                 found.setdefault(category, []).append(mark)
+        receives_us = [base_us + float(event["ts"]) for event in events if event.get("name") == "c10d::recv_"]
         frames = _on_gpu(found.pop("frame", []), events, base_us)
+        rank, pipeline, processes = _ranks(data.get("distributedInfo") if isinstance(data, dict) else None)
     except (*UNREADABLE, ValueError, KeyError, TypeError, AttributeError) as error:
         detail = f"is no Chrome trace: {type(error).__name__}: {error}. Maybe export_chrome_trace was interrupted."
         raise InputError([Issue("", "no_trace", detail)], str(path)) from None
@@ -290,7 +432,23 @@ def _marks(path: Path) -> list[Mark]:
             "record_shapes alone, or of another rank."
         )
         raise InputError([Issue("", "no_ops", detail)], str(path))
-    return sorted(marks, key=lambda mark: mark.start_us)
+    on_host = not any(event.get("cat") == "kernel" for event in events)  # else the host is ahead of the ops
+    marks = sorted(marks, key=lambda mark: mark.start_us)
+    return Profile(path, marks, receives_us if on_host else (), rank, pipeline, processes)
+
+
+def _ranks(info: Any) -> tuple[int | None, Sequence[int] | None, int]:
+    """Rank of a profile, ranks of its pipeline, and number of processes, where torch.profiler wrote them.
+
+    The pipeline's group is known by its name, or by being the only one.
+    """
+    if not isinstance(info, dict) or not isinstance(info.get("rank"), int):
+        return None, None, 0
+    rank, groups = info["rank"], [group for group in info.get("pg_config") or () if isinstance(group, dict)]
+    whole = [group for group in groups if rank in (group.get("ranks") or ()) and len(group["ranks"]) > 1]
+    named = [group["ranks"] for group in whole if PIPELINE_GROUP.search(str(group.get("pg_desc", "")))]
+    pipeline = named[0] if named else whole[0]["ranks"] if len(groups) == len(whole) == 1 else None
+    return rank, pipeline, int(info.get("world_size") or 0)
 
 
 def _on_gpu(frames: Sequence[Mark], events: Sequence[Mapping[str, Any]], base_us: float) -> list[Mark]:
@@ -336,13 +494,7 @@ def _placement(step: Sequence[Sequence[Range]], paths: Sequence[Path]) -> list[i
 
 def _after_message(found: Range, at: dict[Op, Range], placement: Sequence[int]) -> Range:
     """The op without its wait for a message: torch's ranges begin with it."""
-    kind, s, i = found.op
-    before = None
-    if kind == "F" and s > 0:
-        before = at[Op("F", s - 1, i)]
-    elif kind in ("B", "BW") and s + 1 < len(placement):
-        before = at.get(Op("BW", s + 1, i)) or at[Op("B", s + 1, i)]
-    if before is None:
+    if (before := _needed(found.op, at, len(placement))) is None:
         return found
     return found._replace(start_us=min(max(found.start_us, before.end_us), found.end_us))
 

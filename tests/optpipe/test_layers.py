@@ -60,7 +60,7 @@ def test_refuses(change: dict[str, int], message: str) -> None:
 
 
 def test_a_problem_in_place_of_a_profile_is_named() -> None:
-    with pytest.raises(InputError, match=r"already cut into stages. Maybe use 'optpipe solve'"):
+    with pytest.raises(InputError, match=r"is a problem but a layer profile is needed. Maybe run 'optpipe solve'"):
         LayerProfile.load(EXAMPLES / "offload-p4-m8.json")
 
 
@@ -107,11 +107,11 @@ def recomputed() -> LayerProfile:
 def test_modes_of_a_stage_follow_from_its_layers() -> None:
     """A block keeps its input, 20 of 100 bytes; embedding and head keep all. W needs 50 of each layer."""
     layout = Partition((3, 3), (0, 1))
-    asked = ("full", "blocks", "selective+offload")
+    asked = ("full", "selective", "blocks", "selective+offload", "full")
     problem = build_problem(recomputed(), layout, Batching(2, 4), offload=True, modes=asked)
     assert problem is not None
     first, second = problem.stages
-    assert [mode.name for mode in first.modes] == ["full", "selective-1", "selective", "selective+offload"]
+    assert [mode.name for mode in first.modes] == ["full", "selective", "selective-1", "selective+offload"]
     modes = {mode.name: mode for mode in first.choices}
     assert [modes[name].kept_bytes for name in ("full", "selective-1", "selective")] == [0, 440, 280]
     assert [modes[name].recompute_us for name in ("full", "selective-1", "selective")] == [60, 20, 40]

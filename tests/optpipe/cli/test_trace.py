@@ -10,9 +10,10 @@ import pytest
 from instances.schedules import one_f_one_b
 from optpipe.schedule import schedule_text
 from optpipe.trace import Trace
+from optpipe.trace.compare import Span, planned_spans
 from tests.optpipe.cli.conftest import Cli, Run
 from tests.optpipe.plot.schedules import pair
-from tests.optpipe.trace.traces import trace_of
+from tests.optpipe.trace.traces import trace_data, trace_of
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "main_worker.py"
@@ -109,7 +110,7 @@ def test_bad_input_is_named(
         f"{trace_file}: is a measured step but a schedule is needed. Maybe use 'optpipe trace', or give the sch" in csv
     )
     problem = _refused(cli("export", problem_file, "--to", "chrome-trace", "-o", out))
-    assert "is a problem but a schedule or a measured step is needed. Maybe run 'optpipe solve'" in problem
+    assert "is a problem but a measured step or a schedule is needed. Maybe run 'optpipe solve'" in problem
     model = _refused(cli("export", trace_file, "--to", "lp", "-o", out))
     assert f"{trace_file}: is a measured step but a problem or a schedule is needed. Maybe give the schedule" in model
     assert "is a schedule but a measured step is needed. Maybe use 'optpipe verify'" in _refused(
@@ -140,3 +141,16 @@ def test_ranks_gather_one_trace_on_one_clock(run_ranks: RunRanks, schedule_file:
     assert all(send.start_us < user.start_us for send, user in found)
     assert all(device.memory.bytes[-1] == 0 for device in trace.devices)
     assert [device.peak_bytes for device in trace.devices] == [d.planned_peak_bytes for d in trace.devices]
+
+
+def test_a_plan_that_does_not_fit_is_of_another_model_or_met_a_busy_machine(cli: Cli, tmp_path: Path) -> None:
+    schedule, path = pair(), tmp_path / "trace.json"
+    slow = {op: Span(100 * span.start_us, 100 * span.end_us) for op, span in planned_spans(schedule).items()}
+    data = trace_data(schedule, slow)
+    name = schedule.problem.name
+    for source, note in (
+        ("small GPT; torch 2", f"the plan is of {name or 'a problem without a name'!r}, but the step ran 'small GPT'."),
+        (f"{name}; torch 2", "compute took 100 times as long as planned. Maybe other programs kept the machine busy"),
+    ):
+        path.write_text(json.dumps(data | {"source": source}))
+        assert f"note: {note}" in cli("trace", path).out

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +163,78 @@ def test_megatrons_groups_may_be_larger_than_the_pipeline(tmp_path: Path) -> Non
     for wrong in ("4", "5"):
         with pytest.raises(InputError, match=f"--chunks is {wrong}, but rank-1.json.gz begins"):
             load_profiles(paths, chunks=int(wrong))
+
+
+def selected(paths: list[Path], ranks: str, change: Callable[[dict[str, Any]], None] = lambda data: None) -> list[Path]:
+    """The profiles of some ranks in some order, after a change of what they contain."""
+    for path in set(paths):
+        data = json.loads(gzip.decompress(path.read_bytes()))
+        change(data)
+        path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    return [paths[int(rank)] for rank in ranks]
+
+
+def anonymous(data: dict[str, Any]) -> None:
+    del data["distributedInfo"]
+
+
+def grouped(data: dict[str, Any]) -> None:
+    """As Megatron-LM names its groups."""
+    groups = [("default_pg", [0, 1, 2, 3]), ("PIPELINE_MODEL_PARALLEL_GROUP", [0, 1, 2, 3])]
+    data["distributedInfo"]["pg_config"] = [{"pg_desc": name, "ranks": ranks} for name, ranks in groups]
+
+
+@pytest.mark.parametrize("change", [anonymous, grouped, lambda data: None], ids=["anonymous", "grouped", "ranked"])
+@pytest.mark.parametrize("ranks", ["01", "12", "02", "013", "012", "00", "0", "3210", "10", "0213", "0122"])
+def test_ranks_that_are_missing_doubled_or_in_another_order(
+    ranks: str, change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    """1F1B: even without any rank stated, the forwards that run ahead do not fit."""
+    paths = write_profiles(tmp_path, megatron_problem(4, 1, 8), megatron_orders(4, 1, 8))
+    with pytest.raises(InputError, match="Maybe") as caught:
+        load_profiles(selected(paths, ranks, change))
+    assert "rank-" in f"{caught.value.source} {caught.value}", "a file is named"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "missing"), [("23", "0, 1"), ("13", "0, 2"), ("123", "0"), ("3", "0, 1, 2"), ("0", "1, 2, 3")]
+)
+def test_the_rest_of_a_pipeline_is_named(ranks: str, missing: str, tmp_path: Path) -> None:
+    """By their order the last ranks alone could be a whole pipeline; the groups of processes say that they are none."""
+    paths = write_profiles(tmp_path, megatron_problem(4, 1, 8), megatron_orders(4, 1, 8))
+    with pytest.raises(
+        InputError, match=f"of a pipeline of ranks 0, 1, 2, 3, .* Maybe add the profile of rank {missing}"
+    ):
+        load_profiles(selected(paths, ranks, grouped))
+
+
+def test_more_ranks_of_a_job_are_said_where_nothing_names_the_pipeline(tmp_path: Path) -> None:
+    paths = write_profiles(tmp_path, megatron_problem(4, 1, 8), megatron_orders(4, 1, 8))
+    trace = load_profiles(paths[1:])
+    assert trace.source.endswith("(of ranks 1, 2, 3; if the pipeline has ranks 0, 1, 2, 3, some are missing)")
+    assert "missing" not in load_profiles(paths).source
+
+
+def test_gpipe_in_another_order(gpipe: list[Path]) -> None:
+    with pytest.raises(
+        InputError, match=r"has 2 of 2 BW of stage 0 end before those of stage 1, which they need, in 0"
+    ):
+        load_profiles(gpipe[::-1])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [("1", "receives messages for its first forward"), ("0", "receives messages after its last forward")],
+)
+def test_messages_say_that_a_rank_is_missing(ranks: str, said: str, gpipe: list[Path]) -> None:
+    """Rank 0 waits for gradients, rank 1 for activations: on its own each lacks a neighbour."""
+    for path, times in zip(gpipe, ((45, 69), (1, 15)), strict=True):
+        data = json.loads(path.read_text())
+        data["traceEvents"] += [{"ph": "X", "cat": "cpu_op", "name": "c10d::recv_", "ts": t, "dur": 1} for t in times]
+        path.write_text(json.dumps(data))
+    assert load_profiles(gpipe).step_us == 90
+    with pytest.raises(InputError, match=said):
+        load_profiles([gpipe[int(rank)] for rank in ranks])
 
 
 def test_profiles_of_two_trainers(gpipe: list[Path], tmp_path: Path) -> None:
