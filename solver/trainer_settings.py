@@ -8,14 +8,17 @@ them. Slices are refused, and by torchtitan microbatches of other sizes, which i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from optpipe.errors import DeadlockError, InputError, Issue, MethodError
+from optpipe.export.megatron_layout import layout_text, parse_layout
 from optpipe.mode_names import SELECTIVE, parse_recomputed
 from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.partition import cut_in_name
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
@@ -44,6 +47,19 @@ MEGATRON_OFFLOAD = "attn_norm qkv_linear core_attn attn_proj mlp_norm"
 
 LEAD = 1.0
 """Reload times before its backward at which an activation comes back: Megatron-LM fetches one layer ahead."""
+
+
+def pipeline_settings(problem: Problem, trainer: Trainer) -> list[str]:
+    """Flags for the pipeline itself; for Megatron-LM with the cut, where the name of a planned problem has it."""
+    devices, stages = len(problem.devices), len(problem.stages)
+    if trainer == "torchtitan":
+        return [f"--parallelism.pipeline_parallel_degree {devices}"]
+    flags = [f"--pipeline-model-parallel-size {devices}"]
+    if (cut := cut_in_name(problem.name)) is not None:
+        flags.append(f"--pipeline-model-parallel-layout {layout_text([*map(int, cut.split(','))])}")
+    elif stages > devices:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {stages // devices}")
+    return flags
 
 
 @dataclass(frozen=True)
@@ -110,9 +126,8 @@ def _megatron(problem: Problem) -> Iterator[tuple[list[str], str]]:
         if recomputed is None or name.endswith("+offload"):
             continue
         if recomputed.whole:
-            layers = _blocks(problem)
-            count = str(layers) if layers else "<layers of a stage>"
-            yield [full, "--recompute-method uniform", f"--recompute-num-layers {count}"], name
+            if (layers := _blocks(problem)) is not None:
+                yield [full, "--recompute-method uniform", f"--recompute-num-layers {layers}"], name
         elif recomputed.blocks is not None:
             yield [full, "--recompute-method block", f"--recompute-num-layers {recomputed.blocks}"], name
         elif not recomputed.part:
@@ -142,7 +157,10 @@ def _common_modes(problem: Problem) -> list[str]:
 
 
 def _blocks(problem: Problem) -> int | None:
-    """Blocks of a stage, where all have equally many and modes for each number of them."""
+    """Blocks of a stage where all have equally many: by the cut of a plan, or by modes for each number of them."""
+    if (cut := cut_in_name(problem.name)) is not None:
+        sizes = {len(re.sub("[EL]", "", stage)) for stage in parse_layout(layout_text([*map(int, cut.split(","))]), "")}
+        return sizes.pop() if len(sizes) == 1 else None
     counts = set()
     for stage in problem.stages:
         numbers = [found.blocks for mode in stage.modes if (found := parse_recomputed(mode.name)) and found.blocks]

@@ -16,11 +16,13 @@ from optpipe.cli.console import AsJson, compile_once, doing_long, print_json, st
 from optpipe.cli.documents import ProblemOfCsv, load_schedule, load_schedule_or
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, write_atomically
+from optpipe.mode_names import FULL
+from optpipe.stage import OFFLOAD
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
-    from solver.trainer_settings import Trainer
+    from solver.trainer_settings import Setting, Trainer
 
 
 class Format(StrEnum):
@@ -124,18 +126,29 @@ def command(
 
 def _export_settings(schedule: Schedule, trainer: Trainer, output: Path, as_json: bool) -> int:
     """Write the flags that come nearest to a schedule, and print what all that were tried lose against it."""
-    from solver.trainer_settings import nearest_settings
+    from solver.trainer_settings import nearest_settings, pipeline_settings
 
     compile_once()
     with doing_long("simulating settings"):
         found = nearest_settings(schedule, trainer)
     best = found[0]
-    write_atomically(output, "".join(f"{flag}\n" for flag in best.settings))
+    flags = [*pipeline_settings(schedule.problem, trainer), *best.settings]
+    lost = _lost(schedule, best)
+    has_full = all(FULL in stage.choice_numbers for stage in schedule.problem.stages)
+    if trainer == "megatron" and has_full and all(one.mode != FULL for one in found):
+        lost.append(
+            "full recomputation is left out: it is set by the number of layers of a stage, and stages have different "
+            "numbers, or nothing says them. Maybe add the modes 'blocks', or plan from a layer profile."
+        )
+    write_atomically(output, "".join(f"{line}\n" for line in (*(f"# {line}" for line in lost), *flags)))
     bubble = schedule.bubble_with_recomputation
     peaks = [device.peak_bytes_any_timing for device in schedule.devices]
     if as_json:
         plan = {"value_us": schedule.value_us, "bubble": bubble, "peak_bytes": peaks}
-        print_json({"output": str(output), "to": trainer, "plan": plan, "settings": [asdict(one) for one in found]})
+        settings = [asdict(one) for one in found]
+        print_json(
+            {"output": str(output), "to": trainer, "plan": plan, "flags": flags, "lost": lost, "settings": settings}
+        )
     else:
         columns = ("step", "against the plan", "bubble", "largest peak bytes", "beyond the budget", "flags")
         rows = table("activations", *columns)
@@ -146,13 +159,30 @@ def _export_settings(schedule: Schedule, trainer: Trainer, output: Path, as_json
             figures = [us_text(one.value_us), slower, share_text(one.bubble), f"{max(one.peak_bytes):,}"]
             rows.add_row(one.mode, *figures, f"{one.short_bytes:,}", " ".join(one.settings))
         stdout().print(rows)
-        stdout().print(f"wrote {output}: {' '.join(best.settings) or 'no flags'}")
+        stdout().print(f"wrote {output}: {' '.join(flags)}")
     if best.short_bytes:
         print(
             f"error: no setting keeps the budgets: with the nearest one a device lacks {best.short_bytes:,} bytes.",
             file=sys.stderr,
         )
     return 1 if best.short_bytes else 0
+
+
+def _lost(schedule: Schedule, best: Setting) -> list[str]:
+    """Sentences on what a trainer's settings lose against a schedule: time, memory, activations, order."""
+    slower = f", {best.value_us / schedule.value_us - 1:+.1%}" if schedule.value_us else ""
+    lost = [f"step {us_text(best.value_us)}, the plan's {us_text(schedule.value_us)}{slower}"]
+    if best.short_bytes:
+        lost.append(
+            f"DOES NOT FIT: a device lacks {best.short_bytes:,} bytes with these settings, the nearest that there are"
+        )
+    if not any("csv" in flag for flag in best.settings):
+        lost.append("the trainer runs an order of its own, not the plan's")
+    planned = {name for name in schedule.mode_names if name != best.mode}
+    planned |= {OFFLOAD for device in schedule.devices if len(device.offload) and best.mode != OFFLOAD}
+    if planned:
+        lost.append(f"every activation is {best.mode}: the plan's {', '.join(sorted(planned))} of some is lost")
+    return lost
 
 
 def _report_memory_without_offload(schedule: Schedule) -> Sequence[dict[str, int | None]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from instances import uniform
 from instances.schedules import v_wave
 from optpipe.errors import InputError
 from optpipe.problem import Problem
@@ -13,7 +14,7 @@ from optpipe.schedule import Schedule
 from solver.build import build_schedule
 from solver.microbatch_orders import in_order, with_own_numbers
 from solver.published.one_stage import one_f_one_b as fused
-from solver.trainer_settings import Setting, Trainer, nearest_settings
+from solver.trainer_settings import Setting, Trainer, nearest_settings, pipeline_settings
 from tests.recomputing import one_f_one_b, recomputing
 from tests.sliced_schedules import seq1f1b_schedule
 from tests.unequal import times, unequal
@@ -106,9 +107,30 @@ def test_a_stage_without_the_mode_of_others_leaves_it_out(trainer: Trainer) -> N
     given = build_schedule(problem, one_f_one_b(problem, lambda _s, _i: "BW"), 0.0, "by hand", 0.0)
     modes = {one.mode for one in nearest_settings(given, trainer)}
     assert "selective" not in modes
-    if trainer == "megatron":
-        full = by_mode(nearest_settings(given, trainer))["full"]
-        assert full.settings[-1] == "--recompute-num-layers <layers of a stage>"
+    assert "full" not in modes, "nothing says the layers of a stage"
+
+
+@pytest.mark.parametrize(("cut", "layers"), [("4,4", "3"), ("4,5", None), ("5,5", "4"), ("", None)])
+def test_full_recomputation_of_megatron_needs_equal_stages(cut: str, layers: str | None) -> None:
+    """The first layer of a cut is the embedding, the last one the head."""
+    name = {"name": f"a model, cut {cut}"} if cut else {}
+    problem = Problem.from_data(recomputing(2, 4, MODES[:1]).to_data() | name)
+    given = build_schedule(problem, one_f_one_b(problem, lambda _s, _i: "BW"), 0.0, "by hand", 0.0)
+    full = by_mode(nearest_settings(given, "megatron")).get("full")
+    assert (full and full.settings[-1]) == (layers and f"--recompute-num-layers {layers}")
+
+
+def test_flags_of_the_pipeline_itself() -> None:
+    def named(stages: int, name: str) -> Problem:
+        data = uniform(2, 4).to_data()
+        return Problem.from_data(data | {"stages": data["stages"] * (stages // 2), "name": name})
+
+    size = "--pipeline-model-parallel-size 2"
+    assert pipeline_settings(named(2, "x"), "megatron") == [size]
+    assert pipeline_settings(named(4, "x"), "megatron") == [size, "--num-virtual-stages-per-pipeline-rank 2"]
+    layout = "--pipeline-model-parallel-layout Et|(tt|)*2tL"
+    assert pipeline_settings(named(4, "x, cut 2,2,2,2"), "megatron") == [size, layout]
+    assert pipeline_settings(named(2, "x"), "torchtitan") == ["--parallelism.pipeline_parallel_degree 2"]
 
 
 @pytest.mark.parametrize(("trainer", "name"), [("megatron", "Megatron-LM"), ("torchtitan", "torchtitan")])

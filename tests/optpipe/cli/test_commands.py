@@ -299,15 +299,27 @@ def test_export_of_the_nearest_settings_of_other_trainers(cli: Cli, tmp_path: Pa
     """Half of 1F1B's memory, of which a microbatch keeps a tenth if it is recomputed."""
     flags, schedule = tmp_path / "flags.txt", tmp_path / "schedule.json"
     problem = recomputing(4, 8, budget=20)
+    problem = Problem.from_data(problem.to_data() | {"name": "a model, cut 5,4,4,5"})
     backwards = one_f_one_b(problem, lambda _s, _i: "CBW")
     schedule.write_text(build_schedule(problem, backwards, 0.0, "by hand", 0.0).to_json())
     run = cli("export", schedule, "--to", "megatron", "-o", flags)
     assert run.code == 0
-    assert flags.read_text().splitlines()[0] == "--recompute-granularity full"
+    assert flags.read_text().splitlines() == [
+        "# step 44 us, the plan's 44 us, +0.0%",
+        "# the trainer runs an order of its own, not the plan's",
+        "--pipeline-model-parallel-size 4",
+        "--pipeline-model-parallel-layout Et*4|(t*4|)*2t*4L",
+        "--recompute-granularity full",
+        "--recompute-method uniform",
+        "--recompute-num-layers 4",
+    ]
     assert run.out.index("the plan") < run.out.index("full") < run.out.index("kept")
     run = cli("export", schedule, "--to", "torchtitan", "-o", flags, "--json")
     assert run.code == 1
     assert "no setting keeps the budgets: with the nearest one a device lacks 20 bytes" in run.err
+    assert (
+        "# DOES NOT FIT: a device lacks 20 bytes with these settings, the nearest that there are" in flags.read_text()
+    )
     assert flags.read_text().splitlines()[-1] == "--activation_checkpoint.mode none"
     assert run.document["settings"][0]["short_bytes"] == 20
     assert run.document["plan"]["value_us"] == 44
