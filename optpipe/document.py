@@ -86,6 +86,8 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and (kind := kind_of_text(source.encode())):
+            _refuse("unreadable", f"is no file but {kind.name}. {kind.maybe}", source)
         maybe = {FileNotFoundError: " Maybe the path is misspelt.", IsADirectoryError: " Maybe a file in it is meant."}
         _refuse("unreadable", f"cannot be read: {error.strerror}.{maybe.get(type(error), '')}", source)
     if len(content) > max_bytes:

@@ -137,11 +137,19 @@ class HostCopies(Document):
     host_memory_bytes: Bytes | None = None
 
 
+class ParallelSizes(Document):
+    """Devices among which a layer is divided (`tensor`), and replicas of the whole pipeline (`data`)."""
+
+    tensor: Count = 1
+    data: Count = 1
+
+
 class LayerProfile(Displayed, Document):
     """The layers of a model in order, and the memory, link and copy channels of the machine.
 
     `memory_bytes` is the whole memory of a device that the model may use, parameters included (None: no limit).
-    Without `copies` nothing can be offloaded. `sequence` is the number of tokens in a sequence, if it is known.
+    Without `copies` nothing can be offloaded. `parallel`: the costs are those of one of so many devices a layer, and
+    so many replicas of the pipeline share a step. `sequence` is the number of tokens in a sequence, if it is known.
     """
 
     format: Literal["optpipe.layers/1"]
@@ -153,6 +161,7 @@ class LayerProfile(Displayed, Document):
     copies: HostCopies | None = None
     source: str = Field(default="", max_length=2000)
     sequence: Count | None = None
+    parallel: ParallelSizes = ParallelSizes()
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,9 +69,23 @@ class OffloadChoice(StrEnum):
 
 def command(
     layers: Annotated[Path, typer.Argument(help="A layer profile (optpipe.layers/1).", metavar="LAYERS.json")],
-    devices: Annotated[int, typer.Option(min=1, max=4096, help="Devices of the pipeline.")],
+    devices: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=4096,
+            help="Devices of the pipeline, without the tensor-parallel ones and replicas that the profile's parallel "
+            "has.",
+        ),
+    ],
     global_batch: Annotated[
-        int | None, typer.Option(min=1, max=10**6, help="Sequences in one training step; needed without --lengths.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=10**6,
+            help="Sequences in one training step of the whole job, shared by the replicas that the profile's parallel "
+            "has; needed without --lengths.",
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file for the best schedule.")] = None,
     microbatch_sizes: Annotated[
@@ -81,6 +96,14 @@ def command(
         typer.Option(
             help=f"Placements to try: linear, interleaved-N, v, v-N; default: {', '.join(DEFAULT_PLACEMENTS)}.",
             metavar="a,b",
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="A cut that you have, as Megatron-LM writes it, such as Et|(tt|)*30L: it is costed, solved and "
+            "compared with the best.",
+            metavar="STRING",
         ),
     ] = None,
     offload: Annotated[OffloadChoice, typer.Option(help="Try layouts with offload, without, or both.")] = (
@@ -140,15 +163,18 @@ def command(
 
     The table shows which layout wins and why the others lose; the schedule of the best is ready for `optpipe train`.
     """
+    from optpipe.export.megatron_layout import partition_of_layout
     from optpipe.layers import LayerProfile
     from optpipe.sequences import load_lengths
     from solver.layout.candidates import candidates
+    from solver.layout.given import given_candidates
     from solver.layout.ranking import rank
     from solver.limits import Limits, available_cores
 
     if output:
         check_writable(output)
     profile = LayerProfile.load(layers)
+    given_cut = None if layout is None else partition_of_layout(layout, profile, devices, "--layout")
     if memory is not None:
         profile = profile.model_copy(update={"memory_bytes": memory})
     if memory_margin is not None:
@@ -160,7 +186,11 @@ def command(
         profile = profile.model_copy(update={"memory_bytes": int(profile.memory_bytes * (1 - memory_margin))})
     given = None if lengths is None else load_lengths(lengths)
     if given is not None:
-        meaningless = {"--global-batch": global_batch, "--microbatch-sizes": microbatch_sizes, "--slices": slices}
+        meaningless: dict[str, object] = {
+            "--global-batch": global_batch,
+            "--microbatch-sizes": microbatch_sizes,
+            "--slices": slices,
+        }
         for option, value in meaningless.items():
             if value is not None:
                 detail = "has no meaning here: --lengths gives the microbatches, which stay whole. Maybe leave it out."
@@ -169,16 +199,26 @@ def command(
     elif global_batch is None:
         detail = "is missing. Maybe --global-batch 64, or --lengths with a file."
         raise InputError([Issue("--global-batch", "missing", detail)])
+    else:
+        global_batch = _share_of_replica(global_batch, profile)
+    if layout is not None and slices is not None:
+        detail = "has no meaning here: --layout is run by Megatron-LM, with whole sequences. Maybe leave it out."
+        raise InputError([Issue("--slices", "meaningless", detail)])
     if slices is None and slice_by is not None:
         detail = "has no meaning here: --slices is not given. Maybe --slices 1,2,4."
         raise InputError([Issue("--slice-by", "meaningless", detail)])
     search = _search(profile, devices, global_batch, microbatch_sizes, placements, offload, objective, modes)
     search = _of_unequal(profile, search, slices, slice_by, given)
+    search = replace(search, documents=(search.documents or global_batch) * profile.parallel.data)
     compile_once()
     limits = Limits(time_limit, workers=workers or available_cores())
+    layouts = candidates(profile, search, limits)
+    if given_cut is not None:
+        searched = (one for one in layouts if one.layout != given_cut)
+        layouts = chain(given_candidates(profile, search, given_cut), searched)
     what = f"judging layouts of {profile.name or layers.name} for up to {time_limit:g} s"
     with doing(what), ctrl_c_cancels(limits.cancel):
-        judged = rank(candidates(profile, search, limits), limits, _improvement_printer())
+        judged = rank(layouts, limits, _improvement_printer())
     schedule = judged[0].schedule
     if schedule is None:
         if limits.cancel.requested:
@@ -191,11 +231,13 @@ def command(
         write_atomically(output, schedule_text(schedule))
     imbalance = None if given is None else _Imbalance.of(profile, schedule, given)
     if as_json:
-        document: dict[str, Any] = {"layouts": [_document(one) for one in judged]}
+        document: dict[str, Any] = {"layouts": [_document(one, profile) for one in judged]}
+        document |= {"gpus": _gpus(profile, devices), "global_batch": global_batch * profile.parallel.data}
         document |= {"output": str(output) if output else None}
         print_json(document | ({"lengths": imbalance.document()} if imbalance else {}))
     else:
-        _print(judged, output)
+        _print(judged, profile, output)
+        _print_job(profile, devices, global_batch)
         if imbalance:
             imbalance.print()
     return 130 if limits.cancel.requested else 0
@@ -223,7 +265,7 @@ def _search(
             parse_placement(name)
         except ValueError as error:
             issues.append(Issue("--placements", "unknown", f"is wrong: {error}"))
-    microbatch_sizes = _microbatch_sizes(sizes, devices, global_batch, issues)
+    microbatch_sizes = _microbatch_sizes(sizes, devices, global_batch, profile.parallel.data, issues)
     if offload is OffloadChoice.YES and not (profile.copies and any(layer.offload_bytes for layer in profile.layers)):
         detail = "is yes, but the profile lacks offload_bytes of its layers or the rate of copies. Maybe add them."
         issues.append(Issue("--offload", "impossible", detail))
@@ -314,8 +356,39 @@ class _Imbalance:
         console.print(f"microbatches in the order {text}{' ...' if len(order) > MOST_ORDER else ''}")
 
 
-def _microbatch_sizes(text: str | None, devices: int, global_batch: int, issues: list[Issue]) -> list[int]:
-    """Parse the sizes, or default to powers of two that leave a microbatch per device; all divide the global batch."""
+def _share_of_replica(global_batch: int, profile: LayerProfile) -> int:
+    """Sequences of a step for each of the profile's replicas. Raises InputError where they do not divide it."""
+    share, rest = divmod(global_batch, profile.parallel.data)
+    if rest:
+        nearest = (share + 1) * profile.parallel.data
+        detail = (
+            f"is {global_batch}, which the profile's {profile.parallel.data} replicas (parallel.data) do not divide. "
+            f"Maybe {nearest}."
+        )
+        raise InputError([Issue("--global-batch", "no_multiple", detail)])
+    return share
+
+
+def _gpus(profile: LayerProfile, devices: int) -> int:
+    """GPUs of the whole job."""
+    return devices * profile.parallel.tensor * profile.parallel.data
+
+
+def _print_job(profile: LayerProfile, devices: int, share: int) -> None:
+    """Print how GPUs and sequences are divided, where the profile is of more than a pipeline."""
+    parallel = profile.parallel
+    if parallel.tensor * parallel.data > 1:
+        stdout().print(
+            f"the job: {devices} devices of the pipeline x {parallel.tensor} (parallel.tensor) x {parallel.data} "
+            f"(parallel.data) = {_gpus(profile, devices):,} GPUs; a replica runs {share:,} of "
+            f"{share * parallel.data:,} sequences a step"
+        )
+
+
+def _microbatch_sizes(
+    text: str | None, devices: int, global_batch: int, replicas: int, issues: list[Issue]
+) -> list[int]:
+    """Parse the sizes, or default to powers of two that leave a microbatch per device; all divide a replica's share."""
     if text is None:
         powers = [2**k for k in range(20) if global_batch % 2**k == 0 and 2**k * devices <= global_batch]
         return powers or [1]
@@ -323,7 +396,8 @@ def _microbatch_sizes(text: str | None, devices: int, global_batch: int, issues:
     for part in names_in(text):
         size = int(part) if part.isdecimal() and len(part) <= MAX_DIGITS else 0
         if size < 1 or global_batch % size:
-            detail = f"holds {shown(part)}, which does not divide --global-batch {global_batch}."
+            share = f" over parallel.data {replicas}, {global_batch}" if replicas > 1 else ""
+            detail = f"holds {shown(part)}, which does not divide --global-batch {global_batch * replicas}{share}."
             issues.append(Issue("--microbatch-sizes", "no_divisor", detail))
         sizes.append(size)
     return sizes
@@ -342,7 +416,9 @@ def _improvement_printer() -> OnJudged:
     return show
 
 
-def _document(one: Judged) -> dict[str, Any]:
+def _document(one: Judged, profile: LayerProfile) -> dict[str, Any]:
+    from optpipe.export.megatron_layout import layout_of_partition
+
     candidate, schedule = one.candidate, one.schedule
     layout = candidate.layout
     return {
@@ -350,6 +426,7 @@ def _document(one: Judged) -> dict[str, Any]:
         "cut": candidate.cut,
         "layers_of_stages": list(layout.sizes) if layout else None,
         "devices_of_stages": list(layout.placement) if layout else None,
+        "megatron_layout": layout_of_partition(layout, profile) if layout else None,
         "microbatch_size": candidate.batching.microbatch_size,
         "microbatches": candidate.batching.microbatches,
         "offload": candidate.offload,
@@ -367,7 +444,10 @@ def _document(one: Judged) -> dict[str, Any]:
     }
 
 
-def _print(judged: Sequence[Judged], output: Path | None) -> None:
+def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None) -> None:
+    from optpipe.export.megatron_layout import layout_of_partition
+    from solver.layout.given import GIVEN
+
     sliced = ("slices",) if any(one.candidate.slices for one in judged) else ()
     choices = ("placement", "cut", "microbatch", *sliced, "offload")
     again = ("recomputed",) if any(one.recomputed for one in judged) else ()
@@ -400,6 +480,17 @@ def _print(judged: Sequence[Judged], output: Path | None) -> None:
     console.print(
         f"layers of each stage: {' '.join(map(str, best.candidate.layout.sizes))} (optpipe train --cut {cut})"
     )
+    if megatron := layout_of_partition(best.candidate.layout, profile):
+        console.print(f"for Megatron-LM: --pipeline-model-parallel-layout '{megatron}'")
+    given = min((one for one in judged if one.candidate.cut == GIVEN), key=lambda one: one.value_us, default=None)
+    if given is not None:
+        slower = f"{given.value_us / best.value_us - 1:+.1%} against the best" if given is not best else "the best"
+        bound = f"at least {us_text(given.bound_us)} by any schedule"
+        console.print(
+            f"--layout takes {us_text(given.value_us)} by {given.schedule.method}, {slower}; {bound}"
+            if given.schedule
+            else f"--layout has no schedule: {given.why_not}"
+        )
     if best.candidate.slices:
         console.print(f"tokens of each slice: {' '.join(f'{length:,}' for length in best.candidate.slices)}")
     if output:

@@ -78,6 +78,18 @@ def layout_text(sizes: Sequence[int], *, has_embedding: bool = True, has_head: b
     return _shortened(stages)
 
 
+def layout_of_partition(partition: Partition, profile: LayerProfile) -> str | None:
+    """Layout string of a cut; None where Megatron-LM has no such placement, or the model no embedding and head."""
+    first, last = (profile.each_layer[k].name.lower() for k in (0, -1))
+    stages = len(partition.sizes)
+    in_a_loop = stages % partition.devices == 0 and all(
+        s % partition.devices == d for s, d in enumerate(partition.placement)
+    )
+    if len(profile.each_layer) < 3 or "emb" not in first or "head" not in last or not in_a_loop:
+        return None
+    return layout_text(partition.sizes)
+
+
 def _shortened(stages: Sequence[str]) -> str:
     """Stages with bars between them, runs of equal ones as ``(tt|)*30``."""
     runs = [(stage, len([*equal])) for stage, equal in groupby(stages[:-1])]

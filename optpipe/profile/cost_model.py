@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 from optpipe.document import Document, read_toml
 from optpipe.document_kinds import SIZE_TABLE
 from optpipe.fields import Count, reject
-from optpipe.layers import HostCopies, Layer, LayerProfile, Link
+from optpipe.layers import HostCopies, Layer, LayerProfile, Link, ParallelSizes
 from optpipe.problem import CopyChannels
 
 HELD, HELD_RECOMPUTED, HELD_FOR_WEIGHT, MOVED = 34, 20, 32, 20
@@ -49,6 +49,7 @@ def build_profile(table: SizeTable) -> LayerProfile:
     if machine.copy_gb_per_s is not None:
         rate = machine.copy_gb_per_s * 1e3
         copies = HostCopies(offload_bytes_per_us=rate, reload_bytes_per_us=rate, channels=machine.channels)
+    tensor, data = table.parallel.tensor, table.parallel.data
     return LayerProfile.from_data(
         {
             "format": "optpipe.layers/1",
@@ -60,7 +61,8 @@ def build_profile(table: SizeTable) -> LayerProfile:
             "copies": copies,
             "source": " ".join(filter(None, (table.source, "By formula from a table of sizes, nothing measured."))),
             "sequence": table.model.sequence,
-        },
+        }
+        | ({"parallel": {"tensor": tensor, "data": data}} if tensor * data > 1 else {}),
         f"by formula from {table.name or 'the table'}",
     )
 
@@ -259,11 +261,9 @@ class Precision(Document):
     optimizer_bytes: Annotated[int, Field(ge=0, le=64)] = 12
 
 
-class Parallel(Document):
-    """Parallelism beside the pipeline: `tensor` devices (with sequence parallelism) per layer, `data` replicas."""
+class Parallel(ParallelSizes):
+    """Parallelism other than the pipeline: `tensor` devices (with sequence parallelism) a layer, `data` replicas."""
 
-    tensor: Count = 1
-    data: Count = 1
     sharded_optimizer: bool = False
 
 

@@ -71,6 +71,56 @@ def test_layouts_recompute_where_modes_are_given(cli: Cli, tmp_path: Path) -> No
     assert "recomputed" in cli("plan", path, *options, "--time-limit", "60", "--modes", "selective").out
 
 
+def test_the_global_batch_is_that_of_all_replicas(cli: Cli, layers: Path) -> None:
+    """Two replicas of two devices of the pipeline with three tensor-parallel GPUs each: 12 GPUs."""
+    layers.write_text(json.dumps(json.loads(layers.read_text()) | {"parallel": {"tensor": 3, "data": 2}}))
+    options = ("--devices", "2", "--placements", "linear", "--offload", "no", "--time-limit", "5")
+    run = cli("plan", layers, *options, "--global-batch", "8", "--microbatch-sizes", "1", "--json").document
+    assert (run["gpus"], run["global_batch"]) == (12, 8)
+    best = run["layouts"][0]
+    assert best["microbatches"] == 4, "of a replica"
+    assert best["sequences_per_s"] == pytest.approx(8e6 / best["value_us"])
+    text = cli("plan", layers, *options, "--global-batch", "8", "--microbatch-sizes", "1").out
+    assert (
+        "2 devices of the pipeline x 3 (parallel.tensor) x 2 (parallel.data) = 12 GPUs; a replica runs 4 of 8" in text
+    )
+    odd = cli("plan", layers, *options, "--global-batch", "7")
+    assert odd.code == 2
+    assert "--global-batch is 7, which the profile's 2 replicas (parallel.data) do not divide. Maybe 8." in odd.err
+    size = cli("plan", layers, *options, "--global-batch", "8", "--microbatch-sizes", "8")
+    assert "holds '8', which does not divide --global-batch 8 over parallel.data 2, 4." in size.err
+
+
+def test_a_layout_of_megatron_is_costed_and_compared(cli: Cli, tmp_path: Path) -> None:
+    """The uneven cut 5, 1 takes 5 layers a microbatch where the even one takes 3."""
+    path, out = tmp_path / "layers.json", tmp_path / "best.json"
+    rows = [BLOCK | {"name": "embedding"}, BLOCK | {"name": "layer", "repeat": 4}, BLOCK | {"name": "head"}]
+    path.write_text(json.dumps({"format": "optpipe.layers/1", "name": "toy", "layers": rows}))
+    options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear")
+    command = ("plan", path, *options, "--time-limit", "5", "--layout", "Ettt*2|L", "-o", out)
+    layouts = cli(*command, "--json").document["layouts"]
+    given = next(layout for layout in layouts if layout["cut"] == "given")
+    assert (given["layers_of_stages"], given["megatron_layout"]) == ([5, 1], "Et*4|L")
+    assert layouts[0]["megatron_layout"] == "Ett|ttL"
+    assert given["value_us"] > layouts[0]["value_us"]
+    slower = given["value_us"] / layouts[0]["value_us"] - 1
+    text = cli(*command).out
+    assert f"{slower:+.1%} against the best; at least" in text
+    assert "for Megatron-LM: --pipeline-model-parallel-layout 'Ett|ttL'" in text
+    for layout, message in (
+        ("Ett|t|tL", "--layout has 3 stages, which 2 devices do not divide. Maybe --devices 1."),
+        ("Et|L", "--layout has 3 layers (1 E, 1 t, 0 m, 1 L), but the profile has 6."),
+        ("zigzag", "--layout is 'zigzag', in which a g i z has no meaning"),
+    ):
+        run = cli("plan", path, *options, "--layout", layout)
+        assert run.code == 2
+        assert message in run.err
+    run = cli("plan", "Et|(tt|)*30L", *options)
+    assert (
+        "Et|(tt|)*30L: is no file but a layout string of Megatron-LM. Maybe give a layer profile, and this" in run.err
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
