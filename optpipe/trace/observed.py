@@ -301,7 +301,8 @@ def _check_ranks(profiles: Sequence[Profile]) -> None:
     """Raise InputError for files that are not those of one pipeline, by the ranks that they state."""
     first_of: dict[int | Path, Profile] = {}
     for found in profiles:
-        for key in (found.path.resolve(), *([] if found.rank is None else [found.rank])):
+        keys: list[int | Path] = [found.path.resolve()]
+        for key in keys if found.rank is None else [*keys, found.rank]:
             if key in first_of:
                 detail = f"is of the same rank as {first_of[key].path}. Maybe one file is given twice."
                 raise InputError([Issue("", "same_rank", detail)], str(found.path))
