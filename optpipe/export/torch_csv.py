@@ -15,7 +15,7 @@ as by `torch.utils.checkpoint`. That holds for all microbatches of the stage. To
 ahead of the backward.
 
 Read are both forms that torch's schedule classes dump. Of the lowered one the actions that are no compute (sends,
-receives, gathers and reductions of FSDP) are left out. B beside a W of the same stage and microbatch is the backward
+receives, gathers and reductions of FSDP) are left out. B with a W of the same stage and microbatch is the backward
 for the input, as torch once wrote it, otherwise the whole one. An OVERLAP_F_B counts as its two halves one after the
 other. A file has no costs: `read_torch_csv` takes those of a problem, or `OP_US` and `ACTIVATION_BYTES`.
 """

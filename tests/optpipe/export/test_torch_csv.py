@@ -271,7 +271,7 @@ def test_backwards_in_another_order_are_refused(tmp_path: Path) -> None:
         read_torch_csv(content, "a.csv")
 
 
-def test_b_beside_w_is_the_backward_for_the_input() -> None:
+def test_b_with_w_is_the_backward_for_the_input() -> None:
     """The file zb1p_2rank_2stagep of torch's tests, cut to one microbatch, and a whole B of another one."""
     content = b"0F0,0F1,2F0,2B0,2W0,2F1,2B1,0B0,0W0,0B1\n,1F0,1F1,3F0,3B0,3W0,3F1,3B1,1B0,1W0,1B1\n"
     schedule = read_torch_csv(content, "a.csv").schedule
