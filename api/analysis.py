@@ -14,7 +14,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.methods import METHODS
-from solver.scale import count_ops
+from solver.scale import count_entries, count_ops
 from solver.solve import solve
 
 MOST_VIOLATIONS = 1000
@@ -71,9 +71,10 @@ class Analysis(_Part):
 def analysis(schedule: Schedule, max_ops: int) -> dict[str, Any]:
     """The analysis of a schedule as plain JSON values. Raises HttpError where it has more than `max_ops` ops."""
     ops = sum(len(stream) for device in schedule.devices for _, stream in device.streams())
-    if max(ops, count_ops(schedule.problem)) > max_ops:
+    if max(ops, count_ops(schedule.problem), count_entries(schedule.problem)) > max_ops:
         raise unprocessable(
-            "too_many_ops", f"the schedule has more than {max_ops:,} ops (max_ops). Maybe ask 'optpipe verify'."
+            "too_many_ops",
+            f"the schedule has more than {max_ops:,} ops, devices or modes (max_ops). Maybe ask 'optpipe verify'.",
         )
     verdict = verify(schedule)
     devices = []

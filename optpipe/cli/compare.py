@@ -116,13 +116,14 @@ def _given(schedule: Schedule) -> Row:
 def _run(problem: Problem, name: str, limits: Limits) -> Row:
     """Make a published schedule in this process; run a search in a child, whose limits hold even if it hangs."""
     from solver.methods import METHODS
-    from solver.process import SolverDiedError, solve_in_child
+    from solver.process import SolverDiedError, refuse_beyond_verification, solve_in_child
     from solver.solve import solve
 
     schedule: Schedule | None = None
     why_not = ""
     try:
         if METHODS[name].kind == "published":
+            refuse_beyond_verification(problem, limits.time_limit_s)
             schedule = solve(problem, name, limits)
         else:
             schedule = solve_in_child(problem, name, limits, free_memory_bytes()).schedule_or_error()

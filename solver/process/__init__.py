@@ -7,7 +7,7 @@ answer itself.
 
 from solver.process.cached import cpu_seconds_given, solve_cached
 from solver.process.channel import Child, Heartbeat, Limit, available_bytes
-from solver.process.parent import ChildResult, SolverDiedError, solve_in_child
+from solver.process.parent import ChildResult, SolverDiedError, refuse_beyond_verification, solve_in_child
 from solver.process.start import child_environment, claim_stdout, end_with_parent, module_command
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "cpu_seconds_given",
     "end_with_parent",
     "module_command",
+    "refuse_beyond_verification",
     "solve_cached",
     "solve_in_child",
 ]

@@ -116,9 +116,28 @@ def solve_in_child(
     """
     limits = limits or Limits()
     with child or Child() as running:
+        refuse_beyond_verification(problem, limits.time_limit_s)
         Thread(target=load_verifier, name="load", daemon=True).start()
         search = _Solve(running, problem, limits, memory_limit_bytes, on_event or (lambda _: None), feed or Feed())
         return search.result(method, starts)
+
+
+def verification_s(problem: Problem) -> float:
+    """Seconds that it takes to read, time and verify a schedule of the problem, about."""
+    per_op = count_ops(problem) * VERIFY_S_PER_OP
+    return per_op + len(problem.devices) * VERIFY_S_PER_DEVICE + count_modes(problem) * VERIFY_S_PER_MODE
+
+
+def refuse_beyond_verification(problem: Problem, time_limit_s: float) -> None:
+    """Raise ModelTooLargeError where no schedule could be verified in time, whatever is found."""
+    verify_s = verification_s(problem)
+    if verify_s > time_limit_s + STOP_S:
+        raise ModelTooLargeError(
+            f"this problem has {count_ops(problem):,} ops, {len(problem.devices):,} devices and "
+            f"{count_modes(problem):,} modes (a stage's for each kind of microbatch): to verify a schedule of it takes "
+            f"about {verify_s:.0f} s, but the time limit is {time_limit_s:g} s. Maybe solve fewer microbatches (a "
+            "schedule repeats itself after its warm-up), or allow more time (--time-limit)."
+        )
 
 
 class _Solve:
@@ -142,11 +161,7 @@ class _Solve:
         self.best = Solution()
         self.last: Message | None = None
         self.stop_reason: Limit | None = None
-        self.verify_s = (
-            count_ops(problem) * VERIFY_S_PER_OP
-            + len(problem.devices) * VERIFY_S_PER_DEVICE
-            + count_modes(problem) * VERIFY_S_PER_MODE
-        )
+        self.verify_s = verification_s(problem)
         self.is_large = self.verify_s > LARGE_S
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
@@ -160,7 +175,6 @@ class _Solve:
 
     def result(self, method: str, starts: Sequence[Orders]) -> ChildResult:
         """Let the child search, watch it to its end, then verify the best that it found."""
-        self._refuse_too_large()
         limits = replace(self.limits, time_limit_s=self.search_s)
         self.child.say(channel.request_message(self.problem, method, limits, starts))
         self._watch()
@@ -177,17 +191,6 @@ class _Solve:
         if limit is None:
             raise SolverDiedError(self.child.how_it_ended(), best)
         return self._found(best, limit) if best else self._nothing(limit)
-
-    def _refuse_too_large(self) -> None:
-        """Raise ModelTooLargeError where no answer could be verified in time, whatever is found."""
-        if self.verify_s > self.limits.time_limit_s + STOP_S:
-            raise ModelTooLargeError(
-                f"this problem has {count_ops(self.problem):,} ops, {len(self.problem.devices):,} devices and "
-                f"{count_modes(self.problem):,} modes (a stage's for each kind of microbatch): to verify a schedule of "
-                f"it takes about {self.verify_s:.0f} s, but the time limit is {self.limits.time_limit_s:g} s. Maybe "
-                "solve fewer microbatches (a schedule repeats itself after its warm-up), or allow more time "
-                "(--time-limit)."
-            )
 
     def _watch(self) -> None:
         next_beat_s = self.limits.seconds

@@ -16,6 +16,7 @@ from api.jobs.worker_process import END_S
 from api.server import SHUTDOWN_TIMEOUT_S
 from api.settings import Settings
 from instances import uniform
+from optpipe.cli.compare import _run
 from optpipe.errors import InputError, ModelTooLargeError
 from optpipe.fields import MAX_DEVICES
 from optpipe.problem import Problem
@@ -83,6 +84,7 @@ def test_what_cannot_be_verified_in_time_is_refused() -> None:
         solve_in_child(Problem.from_data(many), limits=Limits(5))
     with pytest.raises(ModelTooLargeError, match=r"6,000,000 ops, .* about 30 s, but the time limit is 5 s"):
         solve_in_child(uniform(2, 10**6), limits=Limits(5))
+    assert "about 30 s, but the time limit is 5 s" in _run(uniform(2, 10**6), "gpipe", Limits(5)).why_not
 
 
 async def test_a_worker_that_reads_keeps_its_lease(
