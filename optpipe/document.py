@@ -243,10 +243,6 @@ def _issue(model: type[BaseModel], error: ErrorDetails, source: str) -> Issue:
         return Issue(loc, "unknown_field", "is not a field." + (f" Maybe you meant {close[0]}." if close else ""))
     if kind == "missing":
         return Issue(loc, "missing", "is missing.")
-    if kind == "too_long" and isinstance(error["input"], list):
-        entries, most = len(error["input"]), error["ctx"]["max_length"]
-        detail = f"has {entries:,} entries but at most {most:,} are allowed. Maybe this is another kind of document."
-        return Issue(loc, kind, detail)
     message = error["msg"].removeprefix("Value error, ").rstrip(".")
     if kind.startswith("optpipe."):
         return Issue(loc, kind.removeprefix("optpipe."), message + ".")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeGuard
 
 import numpy as np
-from pydantic import PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from optpipe.document import shown
@@ -34,6 +34,19 @@ def reject(code: str, detail: str) -> PydanticCustomError:
     """Validation error whose `detail` is shown to the user verbatim, after the path of the field."""
     # pydantic expands {} in templates; passing the text as a value keeps its braces intact.
     return PydanticCustomError(f"optpipe.{code}", "{detail}", {"detail": detail})
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Validator of a list's length, before any of its entries is read. It is no part of the JSON schema: a client has
+    no use for a document that is as large as can be."""
+
+    def check(entries: Any) -> Any:
+        if isinstance(entries, list) and len(entries) > most:
+            detail = f"has {len(entries):,} entries but at most {most:,} are allowed"
+            raise reject("too_long", f"{detail}. Maybe this is another kind of document")
+        return entries
+
+    return BeforeValidator(check)
 
 
 def _is_real(value: Any) -> TypeGuard[int | float]:

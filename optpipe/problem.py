@@ -32,6 +32,7 @@ from optpipe.fields import (
     Factor,
     Index,
     TimeUs,
+    at_most,
     reject,
 )
 from optpipe.stage import SliceFactors, Stage, UnitFactors, UnitStage, exact, scaled_bytes, scaled_us
@@ -104,7 +105,7 @@ class CopyChannels(Document):
     """
 
     duplex: bool = True
-    shared_by: Annotated[list[list[Index]], Field(max_length=MAX_DEVICES)] = []
+    shared_by: Annotated[list[list[Index]], at_most(MAX_DEVICES)] = []
 
 
 class Problem(Displayed, Document):
@@ -115,7 +116,7 @@ class Problem(Displayed, Document):
     microbatches: Count
     objective: Objective = "makespan"
     transfer_us: _Transfer = 0
-    devices: Annotated[list[Device], Field(min_length=1, max_length=MAX_DEVICES)]
+    devices: Annotated[list[Device], Field(min_length=1), at_most(MAX_DEVICES)]
     stages: Annotated[list[Stage], Field(min_length=1)]
     source: str = Field(default="", max_length=2000)
     copy_channels: CopyChannels = CopyChannels()

@@ -31,7 +31,7 @@ from pydantic_core import CoreSchema, core_schema
 from optpipe.display import Displayed
 from optpipe.document import Document, read_document
 from optpipe.errors import InputError, Issue
-from optpipe.fields import MAX_DEVICES, Bytes, Index, Instant, Share, TimeUs, are_indices, are_instants, reject
+from optpipe.fields import Bytes, Index, Instant, Share, TimeUs, are_indices, are_instants, reject
 from optpipe.ops import (
     KINDS,
     STREAM_OF_KIND,
@@ -282,7 +282,7 @@ class Schedule(Displayed, Document):
     method: str = Field(max_length=100)
     solve_seconds: TimeUs
     microbatch_order: list[Index] | None = None
-    devices: Annotated[list[DevicePlan], Field(max_length=MAX_DEVICES)]
+    devices: list[DevicePlan]
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

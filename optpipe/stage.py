@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from optpipe.document import Document
-from optpipe.fields import Bytes, Factor, Index, TimeUs, reject
+from optpipe.fields import Bytes, Factor, Index, TimeUs, at_most, reject
 
 
 class Offload(Document):
@@ -124,7 +124,7 @@ class Stage(Document):
     backward_weight_bytes: Bytes
     workspace_bytes: Workspace = Workspace()
     offload: Offload | None = None
-    modes: Annotated[list[ActivationMode], Field(max_length=MAX_MODES)] = []
+    modes: Annotated[list[ActivationMode], at_most(MAX_MODES)] = []
     split_backward: bool = True
     slice_factors: SliceFactors | None = None
     slice_gradient_bytes: Bytes = 0
