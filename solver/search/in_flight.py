@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from math import inf
 from typing import Any
@@ -27,7 +27,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.by_stage import ByStage, choices, keep_what_fits
-from solver.limits import Limits
+from solver.limits import Cancel, Limits
 from solver.published.ada_offload import in_flight_orders
 from solver.published.transfers import TransferPlanner, TransferRequest
 from solver.search.memory_lists import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, MemoryLists, Rules
@@ -260,13 +260,7 @@ def _with_fewer(choice: Choice) -> Choice:
 
 def _kinds(problem: Problem) -> Iterator[Kind]:
     """The kinds of lists for a problem, those in which activations leave first."""
-    out = [int(stage.offload is not None and stage.offload.bytes > 0) for stage in problem.stages]
-    able = [
-        [k for k, mode in enumerate(stage.choices) if mode.recomputes and not mode.offload] for stage in problem.stages
-    ]
-    again = [
-        [ways[min(number, len(ways) - 1)] if ways else 0 for ways in able] for number in range(max(map(len, able)))
-    ]
+    out, again = _leaving(problem), _recomputing(problem)
     if any(out) and problem.host_memory_bytes is None:
         for modes in [[0] * len(out), *again]:
             yield partial(ListsInMemory, modes=modes, out=out)
@@ -280,6 +274,94 @@ def _kinds(problem: Problem) -> Iterator[Kind]:
             yield partial(ListsByStage, chosen=by_stage.chosen)
     for planned, modes in product((False, True), again):
         yield partial(ListsInMemory, modes=modes, out=[0] * len(out), planned=planned)
+
+
+def _leaving(problem: Problem) -> list[int]:
+    """For each stage 1 if its activations may be offloaded."""
+    return [int(stage.offload is not None and stage.offload.bytes > 0) for stage in problem.stages]
+
+
+def _recomputing(problem: Problem) -> list[list[int]]:
+    """For each stage its first mode that recomputes, then the second of each, and so on."""
+    able = [
+        [k for k, mode in enumerate(stage.choices) if mode.recomputes and not mode.offload] for stage in problem.stages
+    ]
+    return [[ways[min(number, len(ways) - 1)] if ways else 0 for ways in able] for number in range(max(map(len, able)))]
+
+
+QUICK: Changes = [
+    {"in_flight": 1.5, "late_weights": 16, "tail": 1, "stock": 1.5},
+    {"in_flight": 1.5, "late_weights": 2, "tail": 0.5},
+    {"in_flight": 1, "late_weights": 1, "tail": 1, "hold": 1.0},
+    {"in_flight": 1, "late_weights": 1, "tail": 0, "stock": 1.5},
+    {"in_flight": 1.5, "late_weights": 1, "tail": 0.5, "hold": 0.5, "stock": 1.2},
+    {"in_flight": 2, "late_weights": 16, "tail": 0, "stock": 1.2},
+]
+"""Choices of which the best is within 0.2 % of the best of 720 on average, over 120 problems; at most 4 % worse.
+
+`in_flight` is for each stage.
+"""
+
+
+class QuickLists:
+    """Value of a problem by a few list schedules in memory, without a search: a millisecond for a small problem.
+
+    Of a problem of slices or unequal microbatches it is that of as many equal ones, which only compares.
+    """
+
+    def __init__(self, problem: Problem, cancel: Cancel) -> None:
+        out, again = _leaving(problem), _recomputing(problem)
+        nothing = [0] * len(out)
+        leaving = [nothing, out] if any(out) and problem.host_memory_bytes is None else [nothing]
+        equal = _of_equal_units(problem)
+        kinds = (ListsInMemory(equal, *chosen) for chosen in product([nothing, *again], leaving))
+        self._trials = [Trials(lists, Limits(inf, cancel=cancel)) for lists in kinds]
+        self.achieved = equal is problem
+        """True if `value_us` is that of a schedule of the problem."""
+
+    @cached_property
+    def value_us(self) -> float:
+        """The least value of all kinds; infinite where memory has no room for any of these."""
+        return min(self._quick_us(trials) for trials in self._trials)
+
+    def improve(self, limits: Limits) -> None:
+        """Search for the numbers of the best kind of lists."""
+        best = self._best
+        best.limits = limits
+        for _ in improving(best):
+            pass
+        self.value_us = min(self.value_us, best.value_us(best.best))
+
+    def orders(self) -> Orders | None:
+        """Orders with the value, if it is achieved."""
+        return self._best.orders_of(self._best.best) if self.achieved and self.value_us < inf else None
+
+    @property
+    def _best(self) -> Trials:
+        return min(self._trials, key=lambda trials: self._quick_us(trials))
+
+    def _quick_us(self, trials: Trials) -> float:
+        problem, first = trials.lists.problem, trials.lists.first
+        stages, units = len(problem.stages), problem.units
+        for number, change in enumerate(QUICK):
+            in_flight = min(round(change["in_flight"] * stages), units)
+            choice = replace(first, **{**change, "in_flight": in_flight})
+            while trials.value_us(choice) == inf and choice.in_flight > 1 and not number:
+                choice = _with_fewer(choice)
+        return trials.value_us(trials.best)
+
+
+def _of_equal_units(problem: Problem) -> Problem:
+    """The problem with as many equal microbatches as it has units; itself where they are."""
+    if not problem.has_factors and problem.slice_count == 1:
+        return problem
+    data = problem.to_data() | {"microbatches": problem.units}
+    for name in ("slices", "microbatch_factors", "microbatch_order"):
+        data.pop(name, None)
+    for stage in data["stages"]:
+        for name in ("slice_factors", "slice_gradient_bytes"):
+            stage.pop(name, None)
+    return Problem.from_data(data)
 
 
 def improving(trials: Trials) -> Iterator[Choice]:
@@ -367,8 +449,8 @@ class Trials:
 
     @property
     def best(self) -> Choice:
-        """The best choice tried, the first of several."""
-        return min(self._known, key=self._known.__getitem__)
+        """The best choice tried, the first of several; the first of its lists where none was."""
+        return min(self._known, key=self._known.__getitem__, default=self.lists.first)
 
     @property
     def spent(self) -> bool:
