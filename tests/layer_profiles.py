@@ -30,3 +30,8 @@ def profile(blocks: int = 8, *, head: int = 1, **more: Any) -> LayerProfile:
     times = {key: head * BLOCK[key] for key in ("forward_us", "backward_input_us", "backward_weight_us")}
     layers = [BLOCK | {"repeat": blocks - 1}, BLOCK | times | {"name": "head"}]
     return LayerProfile.from_data({"format": "optpipe.layers/1", "layers": layers} | more)
+
+
+def tight_profile() -> LayerProfile:
+    """A model that no quick schedule proves anything of on four devices along a V: a heavy head and little memory."""
+    return profile(14, head=3, link={"latency_us": 9}, memory_bytes=4 * 1100 + 500)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.console import AsJson, names_in, parse_share, parse_size, print_json, stdout, table
+from optpipe.cli.console import AsJson, doing_long, names_in, parse_share, parse_size, print_json, stdout, table
 from optpipe.cli.plan import MAX_DIGITS, SliceChoice
 from optpipe.cli.profile_model import Options, profile_model
 from optpipe.cli.profile_report import KINDS
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
     from optpipe.problem import Problem
 
+
+CUT_S = 5.0
+"""Seconds in which the layers of a table are cut; a search of a few hundred cuts of small problems ends before."""
 
 LEAST_SLICES = 2
 """Least number of slices: one is the whole sequence, which is measured anyway."""
@@ -407,25 +411,25 @@ def _problem(
     microbatches: int | None,
     modes: Sequence[str] | None,
 ) -> Problem:
-    """Build the problem with the layers cut so that the busiest device has the least work.
+    """Build the problem with the layers cut for the shortest step, by bounds and quick schedules.
 
-    `modes` are those allowed (`parse_modes`); None: offload alone.
-
-    Falls back to an even cut if no balanced one is found. Raises InputError if the layers do not fit.
+    `modes` are those allowed (`parse_modes`); None: offload alone. Raises InputError if the layers do not fit.
     """
-    from optpipe.partition import Batching, Partition, build_problem, check_layer_modes
-    from solver.layout.candidates import balanced_sizes, even_sizes
+    from optpipe.partition import check_layer_modes
+    from solver.layout.candidates import Search, candidates_of
+    from solver.limits import Limits
 
     placed = devices_of_stages(placement_name, devices, stages)
     count, layers = max(placed) + 1, len(profile.each_layer)
     recomputing = [name for name in modes or () if name != "offload"]
     check_layer_modes(profile, recomputing, "--modes")
-    problem = None
-    if len(placed) <= layers:
-        batching = Batching(profile.microbatch_size, microbatches or 2 * count)
-        sizes = balanced_sizes(profile, placed) or even_sizes(layers, len(placed))
-        offload = modes is None or "offload" in modes
-        problem = build_problem(profile, Partition(sizes, placed), batching, offload=offload, modes=recomputing)
+    sequences = (microbatches or 2 * count) * profile.microbatch_size
+    offload = modes is None or "offload" in modes
+    search = Search(count, sequences, [profile.microbatch_size], [placement_name], [offload], modes=recomputing)
+    with doing_long(f"cutting {layers} layers into {len(placed)} stages"):
+        cuts = [one for one in candidates_of(profile, search, Limits(CUT_S)) if one.problem]
+    best = min(cuts, key=lambda one: one.rating.estimate_us if one.rating else inf, default=None)
+    problem = best.problem if best else None
     if problem is None:
         detail = (
             f"gives {len(placed)} stages on {count} devices, into which {layers} layers do not fit: each stage needs "

@@ -1,8 +1,8 @@
-"""Ranking of candidate layouts: all are rated by published schedules and bounds, the most promising ones then solved.
+"""Ranking of candidate layouts: all are rated by quick schedules and bounds, the most promising ones then solved.
 
 Candidates do the same work (one global batch), so their values compare. A candidate whose proved bound is no better
-than the best value is out. The time is shared in rounds, each for a third as many candidates (successive halving,
-Karnin, Koren and Somekh 2013).
+than the best value is out. All are rated before published schedules are made for any, and before any is solved. The
+time is shared in rounds, each for a third as many candidates (successive halving, Karnin, Koren and Somekh 2013).
 """
 
 from __future__ import annotations
@@ -14,20 +14,35 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from optpipe.errors import InfeasibleError
+from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
-from solver.layout.candidates import PUBLISHED_SHARE, Candidate, TimeSlices, late
+from solver.layout.candidates import PUBLISHED_SHARE, RATING_SHARE, Candidate, TimeSlices, late
+from solver.layout.quick_rating import QuickRating
 from solver.limits import Limits, until_interrupted
 from solver.process import SolverDiedError, solve_in_child
+from solver.scale import costs_have_codes, count_ops
+from solver.searches import annealing
 from solver.serial import impossible_budgets
-from solver.strategy import SharedIncumbent
+from solver.solution import Solution
+from solver.strategy import LARGE_OPS, SharedIncumbent
 from solver.warm_starts import offer_published
 
 ROUNDS = (0.25, 0.35, 0.4)
 """Share of the solving time for each round."""
 
 FIRST_ROUND = 9
-"""Candidates solved in the first round; each further round solves a third as many."""
+"""Most candidates solved in the first round; each further round solves a third as many."""
+
+ANNEALED = 0.05
+"""Work of the annealing of one candidate: 0.2 seconds of one core."""
+
+GOOD_S = 5.0
+"""Slice below which fewer candidates are solved, the most promising ones."""
+
+
+NO_TIME = "there was no time to look at it"
+NO_BETTER = "no schedule of this cut can be better"
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,12 @@ class Judged:
     schedule: Schedule | None
     bound_us: float
     why_not: str = ""
+    solved: bool = False
+
+    @property
+    def rated(self) -> bool:
+        """True if it is known how good it is, or why it is none."""
+        return self.why_not != NO_TIME
 
     @property
     def value_us(self) -> float:
@@ -79,54 +100,102 @@ def _ranked(candidates: Iterable[Candidate], limits: Limits, on_judged: OnJudged
     for candidate in candidates:
         judged.append(_rate(candidate, limits))
         on_judged(judged[-1])
+    judged = _with_published(judged, limits, on_judged)
     for k, share in enumerate(ROUNDS):
         judged = _round(judged, max(1, FIRST_ROUND // 3**k), limits, share / sum(ROUNDS[k:]), on_judged)
     for k, one in enumerate(judged):
-        if k and not one.why_not:  # empty for a schedule that is simply slower
+        if k and not one.why_not:  # empty where it is simply slower
             if one.bound_us >= judged[0].value_us:
-                judged[k] = replace(one, why_not="no schedule of it can be better")
+                judged[k] = replace(one, why_not=NO_BETTER)
             elif one.schedule is None:
                 judged[k] = replace(one, why_not="nothing found that keeps the budgets")
     return judged
 
 
 def _rate(candidate: Candidate, limits: Limits) -> Judged:
-    """Find the best published schedule and a bound, if there is time."""
-    problem = candidate.problem
+    """The best quick schedule, and a bound."""
+    problem, rating = candidate.problem, candidate.rating
     if problem is None:
         return Judged(candidate, None, inf, candidate.why_not)
     if impossible := impossible_budgets(problem):
         device, needed, budget = impossible[0]
         return Judged(candidate, None, inf, f"one microbatch needs {needed:,} of {budget:,} bytes on device {device}")
-    if late(limits):
-        return Judged(candidate, None, inf, "there was no time to look at it")
-    part = replace(limits, time_limit_s=PUBLISHED_SHARE * limits.time_left_s, began=time.perf_counter())
-    shared = SharedIncumbent(problem, part, None)
-    with limits.cancel.calling(shared.stop.request):
-        offer_published(problem, shared)
-    best = shared.best
-    if best.orders is None:
-        return Judged(candidate, None, best.bound_us)
-    schedule = best.to_schedule(problem, 0.0)
+    if rating is None:
+        if late(limits, RATING_SHARE):
+            return Judged(candidate, None, 0.0, NO_TIME)
+        rating = QuickRating.of(problem, limits.cancel)
+    if not late(limits, RATING_SHARE):
+        rating.bound_in_full()
+    found = rating.best()
+    if found is None:
+        return Judged(candidate, None, rating.bound_us)
+    method, orders = found
+    return _judged(candidate, Solution(orders, simulate(problem, orders).value_us, rating.bound_us, method))
+
+
+def _judged(candidate: Candidate, best: Solution) -> Judged:
+    assert candidate.problem is not None, "only problems have solutions"
+    schedule = None if best.orders is None else best.to_schedule(candidate.problem, 0.0)
     return Judged(candidate, schedule, best.bound_us)
+
+
+def _with_published(judged: Sequence[Judged], limits: Limits, on_judged: OnJudged) -> list[Judged]:
+    """Make the published schedules of those that may win and anneal the best, as long as there is time.
+
+    The most promising come first.
+    """
+    result = sorted(judged, key=_promise)
+    for k, one in enumerate(result):
+        best_us = min(other.value_us for other in result)
+        if late(limits, RATING_SHARE):
+            break
+        if not _may_win(one, best_us):
+            continue
+        problem = one.candidate.problem
+        assert problem is not None, "what may win has a problem"
+        part = replace(limits, time_limit_s=PUBLISHED_SHARE * limits.time_left_s, began=time.perf_counter())
+        shared = SharedIncumbent(problem, part, None)
+        with limits.cancel.calling(shared.stop.request):
+            if one.schedule is not None:
+                shared.offer(Solution(one.schedule.orders, one.value_us, one.bound_us, one.schedule.method))
+            offer_published(problem, shared)
+            _anneal(problem, shared)
+        if shared.best.value_us < one.value_us:
+            result[k] = _judged(one.candidate, shared.best)
+            on_judged(result[k])
+    return sorted(result, key=_by_value)
+
+
+def _anneal(problem: Problem, shared: SharedIncumbent) -> None:
+    """Anneal the best schedule for a moment, which takes several percent off those of small problems."""
+    if shared.best.orders is None or shared.stop.requested or count_ops(problem) > LARGE_OPS:
+        return
+    if costs_have_codes(problem):
+        limits = replace(shared.limits, workers=1, deterministic_limit=ANNEALED, cancel=shared.stop)
+        shared.offer(replace(annealing(problem, limits, shared.best, lambda _: None), method="search"))
+
+
+def _by_value(one: Judged) -> tuple[float, float]:
+    return one.value_us, one.bound_us  # without a value the lowest bound comes first
+
+
+def _promise(one: Judged) -> tuple[float, float]:
+    """Halfway between value and bound: a search often comes close to the bound; without a value by that alone."""
+    return (one.value_us + one.bound_us) / 2, one.bound_us
+
+
+def _may_win(one: Judged, best_us: float) -> bool:
+    open_yet = one.schedule is None or one.schedule.status != "optimal"
+    return one.candidate.problem is not None and one.bound_us < best_us and open_yet
 
 
 def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, on_judged: OnJudged) -> list[Judged]:
     """Solve the `count` most promising candidates that may still win, in parallel, and sort all again."""
-
-    def by_value(one: Judged) -> tuple[float, float]:
-        return one.value_us, one.bound_us  # without a value the lowest bound comes first
-
-    ordered = sorted(judged, key=by_value)
+    ordered = sorted(judged, key=_by_value)
     best_us = min((one.value_us for one in ordered), default=inf)
-    promising = [
-        one
-        for one in ordered
-        if one.candidate.problem is not None
-        and one.bound_us < best_us  # else not even its bound is better
-        and (one.schedule is None or one.schedule.status != "optimal")
-    ]
-    chosen = promising[:count]
+    promising = sorted((one for one in ordered if _may_win(one, best_us)), key=_promise)
+    in_time = limits.workers * share * limits.time_left_s // GOOD_S
+    chosen = promising[: max(1, int(min(in_time, count)))]
     cores = max(1, min(limits.workers, len(chosen)))
     slices = TimeSlices(limits, share, len(chosen), cores)
     if not chosen or not slices.worthwhile():
@@ -142,13 +211,14 @@ def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, o
 
     with ThreadPoolExecutor(cores) as pool:
         results = dict(zip(map(id, chosen), pool.map(improved, chosen), strict=True))
-    return sorted((results.get(id(one), one) for one in ordered), key=by_value)
+    return sorted((results.get(id(one), one) for one in ordered), key=_by_value)
 
 
 def _solved(one: Judged, limits: Limits) -> Judged:
     """Solve a candidate from its best schedule; a worse result, or a child that dies, keeps that schedule."""
     problem = one.candidate.problem
     assert problem is not None, "only problems are solved"
+    one = replace(one, solved=True)
     starts = [one.schedule.orders] if one.schedule else []
     try:
         result = solve_in_child(problem, "auto", limits, starts=starts)

@@ -1,0 +1,71 @@
+"""Ratings of a problem in milliseconds: a bound, list schedules, and published schedules often at the bound."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+from optpipe.errors import DeadlockError, MethodError
+from optpipe.ops import Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us
+from solver.limits import Cancel, Limits
+from solver.methods import METHODS, published_orders
+from solver.search.in_flight import QuickLists
+
+LISTS = "ada-offload"
+"""Method of list schedules in memory."""
+
+NEAR_BOUND = ("zb-h2", "zb-auto")
+"""Published schedules that are made in a few milliseconds and often reach the bound."""
+
+
+@dataclass
+class QuickRating:
+    """A problem with the value of its quick schedules, infinite where none fits, and a bound on all schedules."""
+
+    problem: Problem
+    lists: QuickLists
+    bound_us: float
+    value_us: float
+    published: tuple[str, Orders] | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, cancel: Cancel, bound_us: float = 0.0) -> Self:
+        """Rate a problem by its lists; `bound_us` is a bound that is known."""
+        lists = QuickLists(problem, cancel)
+        return cls(problem, lists, bound_us, lists.value_us)
+
+    @cached_property
+    def _full_bound_us(self) -> float:
+        return lower_bound_us(self.problem)
+
+    def bound_in_full(self) -> None:
+        """Compute the best bound that needs no search: 5 to 20 ms, more for large problems."""
+        self.bound_us = max(self.bound_us, self._full_bound_us)
+
+    @property
+    def estimate_us(self) -> float:
+        """Value to be expected of a search: halfway, since neither the lists nor the bound are always close."""
+        return (self.value_us + self.bound_us) / 2
+
+    def improve(self, limits: Limits) -> None:
+        """Search for the numbers of the lists, and try the published schedules."""
+        self.lists.improve(limits)
+        self.value_us = min(self.value_us, self.lists.value_us)
+        for method in NEAR_BOUND if self.lists.achieved else ():
+            with suppress(MethodError, DeadlockError):
+                orders = published_orders(METHODS[method], self.problem)
+                value_us = simulate(self.problem, orders).value_us
+                if value_us < self.value_us:
+                    self.value_us, self.published = value_us, (method, orders)
+
+    def best(self) -> tuple[str, Orders] | None:
+        """Method and orders with the value; None where it is not that of a schedule of the problem."""
+        if self.published is not None:
+            return self.published
+        orders = self.lists.orders()
+        return None if orders is None else (LISTS, orders)

@@ -1,0 +1,166 @@
+"""Cuts: pinned steps of known models, bounds that every schedule keeps, and brute force over all cuts."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import combinations, pairwise
+from math import inf
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optpipe.layers import LayerProfile
+from optpipe.partition import Batching, Partition, build_problem, parse_placement, placement
+from optpipe.problem import Problem
+from solver.layout import cuts
+from solver.layout.cut_bounds import CutBounds
+from solver.layout.cuts import FoundCuts, Sizes, best_cuts, even_sizes
+from solver.layout.quick_rating import QuickRating
+from solver.limits import Cancel, Limits
+from tests.layer_profiles import profile
+
+LINEAR, V = placement("linear", 4, 1), placement("v", 3, 2)
+
+
+def build(given: LayerProfile, places: tuple[int, ...], microbatches: int, sizes: Sizes) -> Problem | None:
+    return build_problem(given, Partition(sizes, places), Batching(given.microbatch_size, microbatches))
+
+
+def found(given: LayerProfile, places: tuple[int, ...], microbatches: int) -> FoundCuts:
+    bounds = CutBounds(given, places, 1.0, microbatches)
+    return best_cuts(bounds, partial(build, given, places, microbatches), Limits(inf))
+
+
+def layers(*times: float, **more: Any) -> LayerProfile:
+    """Layers whose F, B and W each take these times."""
+    each = [
+        dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), time)
+        | {"activation_bytes": 1000, "backward_weight_bytes": 500}
+        for time in times
+    ]
+    return LayerProfile.from_data({"format": "optpipe.layers/1", "layers": each} | more)
+
+
+@pytest.mark.parametrize(("count", "stages", "sizes"), [(7, 3, (3, 2, 2)), (6, 3, (2, 2, 2)), (4, 4, (1, 1, 1, 1))])
+def test_even(count: int, stages: int, sizes: Sizes) -> None:
+    assert even_sizes(count, stages) == sizes
+
+
+def test_the_cut_of_the_shortest_step_is_not_that_of_the_least_busiest_device() -> None:
+    """The layers of torch's own test of its partitioner: 520 is the bound of each cut whose busiest device has 60."""
+    given = layers(8, 11, 2, 1, 18, 5, 4, 11)
+    best = found(given, LINEAR, 8)
+    assert next(iter(best.rated.values())).value_us == 504
+    assert best.least_us == 504
+    busiest = CutBounds(given, LINEAR, 1.0, 8).of(np.array([[0, 1, 3, 5, 8]]))
+    assert busiest.max() == 520
+
+
+def test_the_last_device_begins_last_and_has_less() -> None:
+    """Llama-2-7B as Galvatron measured it for four sequences: nine layers first, seven and the head last."""
+    given = layers(0, *[16497] * 32, 12441)
+    best = found(given, LINEAR, 16)
+    assert next(iter(best.rated)) == (10, 8, 8, 8)
+    assert best.least_us == 7126704 == next(iter(best.rated.values())).value_us
+
+
+def test_the_warm_up_has_room_behind_a_large_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding of 1.8 layers: with three layers beside it there is room for one microbatch, 19.6 s a step."""
+    layer = {"forward_us": 11000, "backward_input_us": 11500, "backward_weight_us": 10500, "repeat": 24}
+    layer |= {"activation_bytes": 202 * 10**6, "backward_weight_bytes": 190117647, "parameter_bytes": 7270 * 10**6}
+    ends = {"activation_bytes": 16384, "backward_weight_bytes": 16384, "parameter_bytes": 13100 * 10**6}
+    embedding = ends | {"forward_us": 0, "backward_input_us": 0, "backward_weight_us": 0}
+    head = ends | {"forward_us": 19800, "backward_input_us": 19800, "backward_weight_us": 19800}
+    head |= {"activation_bytes": 537559040, "backward_weight_bytes": 537559040}
+    monkeypatch.setattr(cuts, "MOST_RATED", 40)
+    data = {"format": "optpipe.layers/1", "memory_bytes": 36 * 10**9, "layers": [embedding, layer, head]}
+    best = found(LayerProfile.from_data(data), placement("linear", 8, 1), 32)
+    assert next(iter(best.rated.values())).value_us <= 4_408_500
+
+
+def test_many_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi K2: 61 layers on 16 devices; with the head on two layers 816,200 is the bound of two layers a stage."""
+    layer = {"forward_us": 1000, "backward_input_us": 1100, "backward_weight_us": 900, "repeat": 61}
+    more = {"activation_bytes": 1000, "backward_weight_bytes": 500}
+    nothing = dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), 0)
+    head = dict.fromkeys(nothing, 2100)
+    data = {"format": "optpipe.layers/1", "layers": [nothing | more, layer | more, head | more]}
+    given, places = LayerProfile.from_data(data), placement("interleaved", 16, 2)
+    monkeypatch.setattr(cuts, "MOST_RATED", 12)
+    best = found(given, places, 64)
+    assert min(one.value_us for one in best.rated.values()) <= 816_200
+
+
+def test_parameters_and_activations_fit() -> None:
+    best = found(profile(12, head=10, memory_bytes=6 * 1100), placement("linear", 3, 1), 4)
+    assert best.rated
+    assert all(max(sizes) <= 5 for sizes in best.rated)
+    assert not found(profile(12, memory_bytes=3 * 1100), placement("linear", 3, 1), 4).rated
+
+
+def test_too_few_layers() -> None:
+    assert found(profile(3), LINEAR, 4) == FoundCuts({}, inf)
+
+
+def test_a_cancelled_search_rates_nothing() -> None:
+    given, limits = profile(12), Limits(inf)
+    limits.cancel.request()
+    bounds = CutBounds(given, LINEAR, 1.0, 4)
+    assert not best_cuts(bounds, partial(build, given, LINEAR, 4), limits).rated
+
+
+def drawn(seed: int) -> tuple[LayerProfile, tuple[int, ...], int]:
+    """A model as they are measured: uneven layers, a light or large embedding, a heavy head, and often tight memory."""
+    rng = Random(seed)
+    kind, chunks = parse_placement(rng.choice(["linear", "linear", "linear", "v", "interleaved-2"]))
+    devices = rng.randint(3, 5) if kind == "linear" else rng.randint(2, 3)
+    count, uneven = rng.randint(chunks * devices + 1, 11), rng.random() < 0.6
+    each: list[dict[str, Any]] = []
+    for _ in range(count - 2):
+        time = rng.randint(500, 2000) if uneven else 1000
+        sizes = {"activation_bytes": rng.randint(80, 120), "backward_weight_bytes": rng.randint(30, 70)}
+        times = {"forward_us": time, "backward_input_us": round(1.1 * time), "backward_weight_us": round(0.9 * time)}
+        each.append(times | sizes | {"parameter_bytes": rng.randint(800, 1200), "output_bytes": 20})
+    zero = {"forward_us": rng.randint(0, 100), "backward_input_us": 0, "backward_weight_us": rng.randint(0, 100)}
+    more = {"activation_bytes": 5, "backward_weight_bytes": 2, "parameter_bytes": rng.randint(500, 3000)}
+    each.insert(0, zero | more | {"output_bytes": 20})
+    head = dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), rng.randint(500, 3000))
+    more = {"activation_bytes": rng.randint(50, 300), "backward_weight_bytes": 50}
+    each.append(head | more | {"parameter_bytes": rng.randint(500, 3000)})
+    data: dict[str, Any] = {"format": "optpipe.layers/1", "layers": each}
+    data["link"] = {"latency_us": rng.choice([0, 50, 200]), "bytes_per_us": rng.choice([None, 1])}
+    if rng.random() < 0.6:
+        parameters, held = (sum(one[name] for one in each) for name in ("parameter_bytes", "activation_bytes"))
+        room = rng.uniform(1.5, devices + 1)
+        data["memory_bytes"] = int((1.15 * parameters + room * held) / devices) + 300
+    return LayerProfile.from_data(data), placement(kind, devices, chunks), devices * rng.randint(1, 4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_cut_is_better_by_a_hundredth(seed: int) -> None:
+    """Brute force: every cut rated as the search rates its best ones; no value is below a bound."""
+    given, places, microbatches = drawn(seed)
+    count, stages = len(given.each_layer), len(places)
+    bounds = CutBounds(given, places, 1.0, microbatches)
+    least_us, least_bound_us = inf, inf
+    for inner in combinations(range(1, count), stages - 1):
+        cut = (0, *inner, count)
+        problem = build(given, places, microbatches, tuple(b - a for a, b in pairwise(cut)))
+        bound_us = float(bounds.of(np.array([cut])).max())
+        if problem is None:
+            assert bound_us == inf
+            continue
+        one = QuickRating.of(problem, Cancel())
+        if one.value_us <= least_us * 1.05:
+            one.improve(Limits(inf))
+        assert one.value_us >= bound_us * (1 - 1e-9)
+        least_us, least_bound_us = min(least_us, one.value_us), min(least_bound_us, bound_us)
+    tables = bounds.least()
+    if tables is not None:
+        assert tables[0] <= least_bound_us * (1 + 1e-9)
+    best = found(given, places, microbatches)
+    value_us = min((one.value_us for one in best.rated.values()), default=inf)
+    assert bounds.floor_us() * (1 - 1e-9) <= best.least_us <= least_us * (1 + 1e-9)
+    assert value_us <= least_us * 1.01
