@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.cli.console import (
+    LONG_S,
     AsJson,
     compile_once,
     ctrl_c_cancels,
-    doing,
+    doing_long,
     names_in,
     parse_share,
     parse_size,
@@ -41,12 +43,16 @@ if TYPE_CHECKING:
     from solver.layout.candidates import Search
     from solver.layout.imbalance import InOrder
     from solver.layout.ranking import Judged, OnJudged
+    from solver.limits import Limits
 
 SHOWN = 24
 """Most rows of the table, and most reasons printed if no layout has a schedule; `--json` has all."""
 
 MOST_ORDER = 64
 """Most microbatches whose order is printed; the schedule has all."""
+
+SAME = 1e-9
+"""Share by which a bound may be below a value that it proves: sums of decimal times differ by as much."""
 
 MAX_DIGITS = 7
 """Digits of the largest global batch."""
@@ -217,8 +223,8 @@ def command(
         searched = (one for one in layouts if one.layout != given_cut)
         layouts = chain(given_candidates(profile, search, given_cut), searched)
     what = f"judging layouts of {profile.name or layers.name} for up to {time_limit:g} s"
-    with doing(what), ctrl_c_cancels(limits.cancel):
-        judged = rank(layouts, limits, _improvement_printer())
+    with doing_long(what), ctrl_c_cancels(limits.cancel):
+        judged = rank(layouts, limits, _progress_printer(limits))
     schedule = judged[0].schedule
     if schedule is None:
         if limits.cancel.requested:
@@ -403,15 +409,23 @@ def _microbatch_sizes(
     return sizes
 
 
-def _improvement_printer() -> OnJudged:
-    """Return a callback that prints a line on stderr for each layout better than all before it."""
-    best_us = float("inf")
+def _progress_printer(limits: Limits) -> OnJudged:
+    """Return a callback that prints on stderr each layout better than all before it, and counts after long silence."""
+    best_us, shown_s = float("inf"), limits.seconds
+    rated: set[str] = set()
+    solved: set[str] = set()
 
     def show(one: Judged) -> None:
-        nonlocal best_us
+        nonlocal best_us, shown_s
+        (solved if one.solved else rated).add(one.candidate.name)
         if one.value_us < best_us:
             best_us = one.value_us
             stderr().print(f"{us_text(one.value_us):>16}  {one.candidate.name}")
+        elif limits.seconds > shown_s + LONG_S:
+            stderr().print(f"{limits.seconds:.0f} s: {len(rated)} cuts rated, {len(solved)} solved")
+        else:
+            return
+        shown_s = limits.seconds
 
     return show
 
@@ -434,6 +448,7 @@ def _document(one: Judged, profile: LayerProfile) -> dict[str, Any]:
         "slice_lengths": list(candidate.slices) or None,
         "value_us": schedule.value_us if schedule else None,
         "bound_us": one.bound_us if one.bound_us < float("inf") else None,
+        "every_cut_bound_us": candidate.every_cut_us if candidate.every_cut_us < float("inf") else None,
         "sequences_per_s": one.sequences_per_s,
         "bubble": schedule.bubble if schedule else None,
         "peak_bytes": schedule.largest_peak_bytes if schedule else None,
@@ -442,6 +457,41 @@ def _document(one: Judged, profile: LayerProfile) -> dict[str, Any]:
         "method": schedule.method if schedule else None,
         "why_not": one.why_not,
     }
+
+
+def _best_and_named(judged: Sequence[Judged]) -> list[Judged]:
+    """The best cut, the even one and a given one of each combination of the other choices, in the order given."""
+    from solver.layout.given import GIVEN
+
+    shown: dict[tuple[object, ...], Judged] = {}
+    named = ("even", GIVEN)
+    return [one for one in judged if shown.setdefault(one.candidate.choice, one) is one or one.candidate.cut in named]
+
+
+def _rated_choices(judged: Sequence[Judged]) -> tuple[set[tuple[object, ...]], set[tuple[object, ...]]]:
+    """All combinations of the choices beside the cut, and those of which a cut was rated."""
+    rated = {one.candidate.choice for one in judged if one.rated}
+    return {one.candidate.choice for one in judged}, rated
+
+
+def _what_is_known(judged: Sequence[Judged]) -> str:
+    """Sentences on how much was rated and solved, and on what is proved of other cuts."""
+    choices, rated = _rated_choices(judged)
+    cuts, solved = sum(one.rated for one in judged), sum(one.solved for one in judged)
+    best_us = judged[0].value_us
+    counts = f"rated {len(rated)} of {len(choices)} layouts with {cuts} cuts of them, solved {solved}"
+    if len(rated) < len(choices):
+        return f"{counts}: the time was over. Maybe a longer --time-limit, or fewer --placements."
+    least_us_of: defaultdict[tuple[object, ...], float] = defaultdict(float)
+    for one in judged:
+        least_us_of[one.candidate.choice] = max(least_us_of[one.candidate.choice], one.candidate.every_cut_us)
+    least_us = min(least_us_of.values())
+    if least_us >= best_us * (1 - SAME):
+        return f"{counts}; no cut of them has a shorter step"
+    own_us = min(judged[0].bound_us, best_us)
+    return f"{counts}; bound of this cut {us_text(own_us)}" + (
+        f", of every cut {us_text(least_us)}" if least_us > 0 else ""
+    )
 
 
 def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None) -> None:
@@ -455,7 +505,10 @@ def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None)
     rows.columns[1].justify = rows.columns[-1].justify = "left"
     rows.columns[-1].no_wrap = False
     best = judged[0]
-    for one in judged[:SHOWN]:
+    shown = _best_and_named(judged)
+    every, rated = _rated_choices(judged)
+    complete = len(rated) == len(every)
+    for one in shown[:SHOWN]:
         candidate, schedule = one.candidate, one.schedule
         size = f"{candidate.batching.microbatches} x {candidate.batching.microbatch_size}"
         figures, reason = ["-"] * (5 + len(again)), one.why_not
@@ -470,11 +523,13 @@ def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None)
                 reason = one.why_not or f"{slower} slower"
         offload = "yes" if candidate.offload else "no"
         where = candidate.placement, candidate.cut, size, *(str(max(1, len(candidate.slices))) for _ in sliced)
-        rows.add_row(*where, offload, *figures, "wins" if one is best else reason)
+        first = "wins" if complete else "best of those rated"
+        rows.add_row(*where, offload, *figures, first if one is best else reason)
     console = stdout()
     console.print(rows)
-    if len(judged) > SHOWN:
-        console.print(f"and {len(judged) - SHOWN} more, none better; --json lists all")
+    if len(judged) > min(len(shown), SHOWN):
+        console.print(f"and {len(judged) - min(len(shown), SHOWN)} more, none better; --json lists all")
+    console.print(_what_is_known(judged))
     assert best.candidate.layout is not None
     cut = ",".join(map(str, best.candidate.layout.sizes))
     console.print(

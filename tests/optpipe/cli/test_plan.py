@@ -34,13 +34,30 @@ def test_the_best_layout_is_written_and_told(cli: Cli, layers: Path, tmp_path: P
 
 
 def test_the_table_says_which_wins(cli: Cli, layers: Path) -> None:
-    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--placements", "linear", "--time-limit", "10")
+    options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear")
+    run = cli("plan", layers, *options, "--time-limit", "10")
     assert run.code == 0
     header, best = run.out.splitlines()[:2]
     assert "sequences / s" in header
     assert best.startswith("linear")
     assert best.rstrip().endswith("wins")
     assert "layers of each stage: 5 3" in run.out
+    assert "rated 1 of 1 layouts" in run.out
+    assert "no cut of them has a shorter step" in run.out
+
+
+def test_nothing_wins_before_all_are_rated(cli: Cli, layers: Path) -> None:
+    """The first layout always has a rating; without time for the others the table does not rank them."""
+    options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--time-limit", "0.01")
+    run = cli("plan", layers, *options, "--placements", "linear,interleaved-2,v")
+    assert run.code == 0
+    assert run.out.splitlines()[1].rstrip().endswith("best of those rated")
+    assert "wins" not in run.out
+    assert run.out.count("there was no time to look at it") >= 2
+    assert "rated 1 of 3 layouts" in run.out
+    [first, *others] = cli("plan", layers, *options, "--placements", "linear,v", "--json").document["layouts"]
+    assert first["every_cut_bound_us"] <= first["value_us"]
+    assert {one["value_us"] for one in others if one["placement"] == "v"} == {None}
 
 
 def test_layers_that_take_no_time_have_no_throughput(cli: Cli, tmp_path: Path) -> None:
@@ -60,15 +77,15 @@ def test_layouts_recompute_where_modes_are_given(cli: Cli, tmp_path: Path) -> No
     path.write_text(json.dumps({"format": "optpipe.layers/1", "layers": layers, "memory_bytes": 390}))
     options = ("--devices", "2", "--global-batch", "2", "--microbatch-sizes", "1", "--placements", "linear")
     assert cli("plan", path, *options, "--time-limit", "5").code == 4
-    run = cli("plan", path, *options, "--time-limit", "60", "--modes", "full,blocks", "-o", out, "--json")
+    run = cli("plan", path, *options, "--time-limit", "6", "--modes", "full,blocks", "-o", out, "--json")
     assert run.code == 0
     schedule = Schedule.load(out)
     assert verify(schedule).ok
-    assert [mode.name for mode in schedule.problem.stages[1].modes] == [
-        *("full", "selective-1", "selective-2", "selective-3", "selective")
-    ]
+    numbers = range(1, run.document["layouts"][0]["layers_of_stages"][1])
+    names = ["full", *(f"selective-{number}" for number in numbers), "selective"]
+    assert [mode.name for mode in schedule.problem.stages[1].modes] == names
     assert run.document["layouts"][0]["recomputed"] == sum(device.recomputed for device in schedule.devices) > 0
-    assert "recomputed" in cli("plan", path, *options, "--time-limit", "60", "--modes", "selective").out
+    assert "recomputed" in cli("plan", path, *options, "--time-limit", "2", "--modes", "selective").out
 
 
 def test_the_global_batch_is_that_of_all_replicas(cli: Cli, layers: Path) -> None:
