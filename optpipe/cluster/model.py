@@ -16,7 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from optpipe.document import parse_json, read_document, shown
+from optpipe.document import parse_json, read_bounded, refuse_kind, shown
+from optpipe.document_kinds import TRANSFORMERS_CONFIG, kind_of_data
 from optpipe.errors import InputError, Issue
 
 MAX_SIZE = 2**31
@@ -315,8 +316,9 @@ def load_model(model: str) -> Model:
         raise InputError(
             [Issue("MODEL", "unknown_model", detail + (f"{close[0]!r}." if close else "see `optpipe models`."))]
         )
-    formats = {"optpipe.": "is a document of optpipe but the config.json of a model is needed."}
-    return read_model(read_document(path, MAX_FILE_BYTES, formats), source=str(path))
+    config = parse_json(read_bounded(path, MAX_FILE_BYTES), str(path))
+    refuse_kind(kind_of_data(config), [TRANSFORMERS_CONFIG], str(path))
+    return read_model(config, source=str(path))
 
 
 def read_model(config: Any, name: str = "", source: str = "") -> Model:

@@ -190,7 +190,7 @@ def test_a_path_is_a_file_or_its_folder(tmp_path: Path) -> None:
     for wrong, message in (
         ("llama-3.1-7b", r"is 'llama-3.1-7b', which is no known model and no config.json. Maybe 'llama-3.1-70b'"),
         ("?", "Maybe see `optpipe models`"),
-        (str(tmp_path / "problem.json"), "is a document of optpipe but the config.json of a model is needed"),
+        (str(tmp_path / "problem.json"), "is a problem but the config.json of a transformers model is needed"),
         (str(tmp_path / "no.json"), "no known model"),
     ):
         with pytest.raises(InputError, match=message):
