@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -500,7 +501,10 @@ def save_weights(identity: Mapping[str, Any], weights: Mapping[str, Tensor], fol
     with needs_extra("hf", "models of transformers"):
         import transformers
     data = dict(identity["configuration"])
-    config: Any = transformers.CONFIG_MAPPING[data["model_type"]].from_dict(data)
+    with tempfile.TemporaryDirectory() as written:  # a file alone may hold infinity, as in Mamba-2's time_step_limit
+        (Path(written) / transformers.utils.CONFIG_NAME).write_text(json.dumps(data))
+        config: Any = transformers.CONFIG_MAPPING[data["model_type"]].from_pretrained(written)
+    config.name_or_path = ""
     dtype: torch.dtype = getattr(torch, str(identity["dtype"]).removeprefix("torch."))
     with torch.device("meta"), _default_dtype(dtype):
         model: Any = getattr(transformers, str(identity["model"]))(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 
+from instances.schedules import one_f_one_b
 from optpipe.cli import main
 from optpipe.errors import CheckpointError
 from optpipe.train import CheckpointConfig, ModelConfig, TrainingConfig, train
@@ -74,6 +77,18 @@ def test_transformers_reads_the_weights(
     with pytest.raises(SystemExit, match="2"):
         main(command)
     assert "which is there already. Maybe a new folder." in capsys.readouterr().err
+
+
+def test_infinity_in_a_configuration_is_written(tmp_path: Path) -> None:
+    """As in the limits of a Mamba-2's time step, which a JSON value cannot hold."""
+    sizes = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "n_groups": 1}
+    mamba = transformers.Mamba2Config(**sizes, num_heads=4, head_dim=8, chunk_size=8)
+    mamba.save_pretrained(tmp_path / "mamba")
+    model = ModelConfig(f"hf:{tmp_path / 'mamba'}", sequence=8, microbatch_size=1)
+    train(TrainingConfig(one_f_one_b(2, 2), model, checkpoints=CheckpointConfig(tmp_path / "run"), steps=1))
+    to_hugging_face(tmp_path / "run", tmp_path / "out")
+    assert [*transformers.Mamba2Config.from_pretrained(tmp_path / "out").time_step_limit] == [0.0, math.inf]
+    assert str(tmp_path.parent) not in (tmp_path / "out" / "config.json").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
