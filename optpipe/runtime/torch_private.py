@@ -30,10 +30,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _VersionWrapper as KeptByCheckpoint
 
 __all__ = [
+    "ANY_LEAF",
     "GROUPED_PRODUCTS",
     "KeptByCheckpoint",
     "TorchDispatchMode",
+    "computes_given_gradients_alone",
     "is_compiler_error",
+    "is_transforming",
     "kept_by_checkpoints",
     "run_backward",
     "saving_through",
@@ -74,6 +77,30 @@ def saving_through(
     if "torch._dynamo" in sys.modules:
         pack = torch.compiler.disable(pack)  # type: ignore[no-untyped-call]
     return saved_tensors_hooks(pack, unpack)
+
+
+ANY_LEAF = torch.zeros((), requires_grad=True)
+"""A leaf that an autograd function takes as an input, to ask `computes_given_gradients_alone` in its backward."""
+
+_ITS_NODE = torch.autograd.graph.get_gradient_edge(ANY_LEAF).node
+
+
+def computes_given_gradients_alone() -> bool:
+    """True in a backward by torch.autograd.grad, or one with `inputs`, which adds to no other `.grad`.
+
+    Asked by the backward of a function that takes `ANY_LEAF`: the engine comes to all leaves where it has no inputs.
+    """
+    executed: bool = torch._C._will_engine_execute_node(_ITS_NODE)
+    return not executed
+
+
+def is_transforming() -> bool:
+    """True within torch.func.vmap, grad, jvp and the like, or within torch.autograd.forward_ad.dual_level.
+
+    An autograd function with a backward alone is an error there.
+    """
+    forward_mode: int = torch.autograd.forward_ad._current_level
+    return forward_mode >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def is_compiler_error(error: Exception) -> bool:

@@ -32,6 +32,8 @@ from optpipe.runtime.weight_gradients.split import (
     gradient_dtype,
     gradient_of,
     is_distributed,
+    is_leaf,
+    rows,
 )
 
 
@@ -50,25 +52,25 @@ class SplitLinear(SplitBackward[nn.Linear]):
         return nn.functional.linear(x, layer.weight, layer.bias), (x,)
 
     def input_gradient(self, layer: nn.Linear, _saved: Saved, gradient: Tensor) -> Tensor:
-        """``gradient @ weight``."""
-        return gradient @ layer.weight
+        """``gradient @ weight``, of a complex weight its conjugate, as autograd defines gradients."""
+        return gradient @ layer.weight.conj()
 
     def add_weight_gradients(self, layer: nn.Linear, saved: Saved, gradient: Tensor) -> None:
-        """Add ``gradient.T @ x`` to the weight's, and the sum over rows to the bias's."""
+        """Add ``gradient.T @ x.conj()`` to the weight's, and the sum over rows to the bias's."""
         weight, bias, (x,) = layer.weight, layer.bias, saved
-        rows, columns = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        of_rows, inputs = rows(gradient), rows(x).conj()
         if weight.requires_grad and gradient_dtype(weight) == x.dtype and not is_distributed(weight):
-            gradient_of(weight).addmm_(rows.T, columns)  # needs no room for the product
+            gradient_of(weight).addmm_(of_rows.T, inputs)  # needs no room for the product
         elif weight.requires_grad:
-            accumulate(weight, rows.T @ columns)
+            accumulate(weight, of_rows.T @ inputs)
         if bias is not None and bias.requires_grad:
-            accumulate(bias, rows.sum(0))
+            accumulate(bias, of_rows.sum(0))
 
 
 def own_weight(layer: nn.Module) -> bool:
     """True if the weight is a parameter: not computed from others (weight norm, pruning), and not lazy."""
     weight = layer._parameters.get("weight")
-    return weight is not None and not nn.parameter.is_lazy(weight)
+    return is_leaf(weight) and not nn.parameter.is_lazy(weight)
 
 
 class SplitEmbedding(SplitBackward[nn.Embedding]):
@@ -91,9 +93,8 @@ class SplitEmbedding(SplitBackward[nn.Embedding]):
         (index,) = saved
         if layer.padding_idx is not None:
             gradient = gradient.masked_fill((index == layer.padding_idx).unsqueeze(-1), 0)
-        rows = gradient.reshape(-1, gradient.shape[-1])
         of_all = gradient_of(layer.weight)
-        of_all.index_add_(0, index.reshape(-1), rows.to(of_all.dtype))
+        of_all.index_add_(0, index.reshape(-1), rows(gradient).to(of_all.dtype))
 
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -107,9 +108,12 @@ class SplitConvolution(SplitBackward[Any]):
     lower_precision = True
 
     def handles(self, layer: Convolution) -> bool:
-        """True if the weight is a parameter and the padding is zeros of given widths."""
+        """True if the weight is a parameter of real numbers and the padding is zeros of given widths.
+
+        Torch's own backward of a convolution is none of complex numbers: it makes those of several real ones.
+        """
         zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        return own_weight(layer) and zeros
+        return own_weight(layer) and zeros and not layer.weight.is_complex()
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, Saved]:
         """Run the plain layer, and keep the input."""
@@ -277,8 +281,8 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _runs(module: nn.Module) -> bool:
-    """False for containers, which have no forward: their parameters are used by others."""
-    return type(module).forward is not nn.Module.forward
+    """False for containers, which have no forward: their parameters are used by others; and for what torch.jit made."""
+    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is not nn.Module.forward
 
 
 def _is_its_own(module: nn.Module) -> bool:

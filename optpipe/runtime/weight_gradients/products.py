@@ -17,16 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from optpipe.errors import TrainingError
-from optpipe.runtime.torch_private import GROUPED_PRODUCTS
+from optpipe.runtime.torch_private import ANY_LEAF, GROUPED_PRODUCTS, is_transforming
 from optpipe.runtime.weight_gradients.split import (
     LARGE_BYTES,
     Deferred,
     Splitting,
     WeightGradients,
+    as_autocast,
+    check_versions,
     gradient_dtype,
     gradient_of,
+    gradients_of,
     is_distributed,
+    is_leaf,
+    leaves_to_autograd,
+    rows,
 )
 
 
@@ -43,10 +48,22 @@ class View:
         """True for the parameter as it is."""
         return self.index is None and not self.transposed
 
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the values."""
+        shape = self.parameter.shape
+        if self.index is not None:
+            shape = (self.index.shape if isinstance(self.index, Tensor) else torch.Size()) + shape[1:]
+        return torch.Size([*shape[:-2], shape[-1], shape[-2]]) if self.transposed else shape
+
     def value(self, dtype: torch.dtype) -> Tensor:
         """The values now, apart from autograd."""
-        values = self.parameter.detach() if self.index is None else self.parameter.detach()[self.index]
-        return (values.mT if self.transposed else values).to(dtype)
+        return self.of(self.parameter.detach()).to(dtype)
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The view of a tensor that has the parameter's shape."""
+        values = parameter if self.index is None else parameter[self.index]
+        return values.mT if self.transposed else values
 
     def add(self, gradient: Tensor) -> None:
         """Add the gradient of the view to the parameter's."""
@@ -58,14 +75,18 @@ class View:
             (of_all if self.index is None else of_all[self.index]).add_(gradient)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add `left @ right`, of two or three dimensions, without room for it where possible."""
-        if isinstance(self.index, Tensor) or left.dtype != gradient_dtype(self.parameter):
-            self.add(left @ right)
+        """Add `left @ right`, summed where the view was broadcast, without room for it where possible."""
+        shape = self.shape
+        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
+        in_place = len(shape) < 4 and batch == shape[:-2] and left.dtype == gradient_dtype(self.parameter)
+        if isinstance(self.index, Tensor) or not in_place:
+            self.add((left @ right).sum_to_size(shape))
             return
         target = gradient_of(self.parameter)
         target = target if self.index is None else target[self.index]
         target = target.mT if self.transposed else target
-        (target.addmm_ if left.dim() == 2 else target.baddbmm_)(left, right)
+        add = target.baddbmm_ if batch else target.addmm_
+        add(left.expand(*batch, -1, -1), right.expand(*batch, -1, -1))
 
 
 @dataclass(frozen=True)
@@ -77,10 +98,6 @@ class Product:
     add_weight_gradient: Callable[[View, Tensor, Tensor], None]
     lower_precision: bool = True
     """True if autocast computes it in its own dtype."""
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _grouped(offsets: Tensor) -> Product:
@@ -98,10 +115,10 @@ def _looked_up(padding: int | None) -> Product:
         if padding is not None:
             gradient = gradient.masked_fill((index == padding).unsqueeze(-1), 0)
         of_all = gradient_of(view.parameter)
-        of_all.index_add_(0, index.reshape(-1), _rows(gradient).to(of_all.dtype))
+        of_all.index_add_(0, index.reshape(-1), rows(gradient).to(of_all.dtype))
 
     return Product(
-        lambda index, weight, _: nn.functional.embedding(index, weight),
+        lambda index, weight, _: nn.functional.embedding(index, weight, padding),
         lambda gradient, _: gradient,  # not called: indices have no gradient
         add,
         lower_precision=False,
@@ -110,19 +127,19 @@ def _looked_up(padding: int | None) -> Product:
 
 LINEAR = Product(
     nn.functional.linear,
-    lambda gradient, weight: gradient @ weight,
-    lambda view, x, gradient: view.add_product(_rows(gradient).T, _rows(x)),
+    lambda gradient, weight: gradient @ weight.conj(),
+    lambda view, x, gradient: view.add_product(rows(gradient).T, rows(x).conj()),
 )
 RIGHT = Product(
     lambda x, weight, bias: x @ weight if bias is None else torch.addmm(bias, x, weight),
-    lambda gradient, weight: gradient @ weight.mT,
-    lambda view, x, gradient: view.add_product(_rows(x).T, _rows(gradient)),
+    lambda gradient, weight: gradient @ weight.mH,
+    lambda view, x, gradient: view.add_product(rows(x).mH, rows(gradient)),
 )
-RIGHT_OF_EACH = replace(RIGHT, add_weight_gradient=lambda view, x, gradient: view.add_product(x.mT, gradient))
+RIGHT_OF_EACH = replace(RIGHT, add_weight_gradient=lambda view, x, gradient: view.add_product(x.mH, gradient))
 LEFT_OF_EACH = Product(
     lambda x, weight, _: weight @ x,
-    lambda gradient, weight: weight.mT @ gradient,
-    lambda view, x, gradient: view.add_product(gradient, x.mT),
+    lambda gradient, weight: weight.mH @ gradient,
+    lambda view, x, gradient: view.add_product(gradient, x.mH),
 )
 
 
@@ -138,23 +155,32 @@ class _Deferring(torch.autograd.Function):
         x: Tensor,
         bias: Tensor | None,
         _parameter: nn.Parameter,
+        _leaf: Tensor,
     ) -> Tensor:
-        ctx.pending, ctx.product, ctx.view = pending, product, view
+        ctx.pending, ctx.product, ctx.view, ctx.version = pending, product, view, view.parameter._version
+        ctx.x_shape, ctx.bias_shape = x.shape, None if bias is None else bias.shape
         ctx.save_for_backward(x)
         with torch.autocast(x.device.type, enabled=False):
-            dtype = x.dtype if x.is_floating_point() else view.parameter.dtype
+            dtype = x.dtype if x.is_floating_point() else view.parameter.dtype  # of indices, or complex as x is
             return product.value(x, view.value(dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise TrainingError("a gradient of a gradient was asked for, which a split backward does not have.")
         product, view, (x,) = ctx.product, ctx.view, ctx.saved_tensors
+        _, _, _, of_x, of_bias, of_parameter, _ = ctx.needs_input_grad
+        bias = gradient.sum_to_size(ctx.bias_shape) if of_bias else None
+        if not ctx.pending.takes_tasks:
+            with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+                y = product.value(x, view.of(view.parameter).to(gradient.dtype), None)
+            x_gradient, its_own = gradients_of(y, (x, view.parameter), (of_x, of_parameter), gradient)
+            return None, None, None, x_gradient, bias, its_own, None
         add = partial(product.add_weight_gradient, view, x.detach(), gradient)
         ctx.pending.add(ProductTask(view.parameter, add))
-        found = product.input_gradient(gradient, view.value(gradient.dtype)) if ctx.needs_input_grad[3] else None
-        bias = _rows(gradient).sum(0) if ctx.needs_input_grad[4] else None
-        return None, None, None, found, bias, None
+        found = None
+        if of_x:
+            check_versions([view.parameter], [ctx.version])
+            found = product.input_gradient(gradient, view.value(gradient.dtype)).sum_to_size(ctx.x_shape)
+        return None, None, None, found, bias, None, None
 
 
 class ProductTask:
@@ -166,8 +192,9 @@ class ProductTask:
         self.parameters, self._add = (parameter,), add
 
     def __call__(self) -> None:
-        """Add it."""
-        self._add()
+        """Add it, unless the parameter has been frozen since."""
+        if self.parameters[0].requires_grad:
+            self._add()
 
 
 class Products(TorchFunctionMode):
@@ -179,7 +206,8 @@ class Products(TorchFunctionMode):
         own = matrices(layer)
         self._names = {id(parameter): name for name, parameter in own.items()}
         self._views = {id(parameter): View(parameter) for parameter in own.values()}
-        self._alive: list[Tensor] = []
+        self._made: dict[int, tuple[Tensor, int]] = {id(p): (p, p._version) for p in own.values()}
+        """The tensors of `_views`, which are kept or others would get their ids, and what they were when seen first."""
 
     def __torch_function__(
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -187,22 +215,26 @@ class Products(TorchFunctionMode):
         """Run a function of torch; products and views of own matrices are recognised."""
         kwargs = kwargs or {}
         tracked = [value for value in (*args, *kwargs.values()) if id(value) in self._views]
-        if not tracked or not torch.is_grad_enabled():
+        if not tracked or not torch.is_grad_enabled() or is_transforming():
             return func(*args, **kwargs)
+        unchanged = all(tensor._version == version for tensor, version in map(self._made_of, tracked))
         with suppress(TypeError, KeyError):
-            if (made := self._product(func, args, kwargs)) is not None:
+            if unchanged and (made := self._product(func, args, kwargs)) is not None:
                 return made
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.requires_grad and id(result) not in self._views:
-            view = self._view_of(func, args, kwargs)
+            view = self._view_of(func, args, kwargs) if unchanged else None
             if view is not None:
                 self._views[id(result)] = view
-                self._alive.append(result)  # or another tensor may get its id
+                self._made[id(result)] = result, result._version
                 return result
         if any(part.requires_grad for part in _tensors(result) if id(part) not in self._views):
             for value in tracked:
                 self._layer._deferred[self._names[id(self._views[id(value)].parameter)]] = False
         return result
+
+    def _made_of(self, tracked: Any) -> tuple[Tensor, int]:
+        return self._made[id(tracked)]
 
     def _view_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
         """The view that a function makes of a tracked one; None if it makes something else."""
@@ -212,10 +244,11 @@ class Products(TorchFunctionMode):
         dims = view.parameter.dim() - isinstance(view.index, int)
         if func is Tensor.__getitem__ and view.whole and dims == 3:
             index = args[1]
-            if isinstance(index, Tensor) and not index.dtype.is_floating_point and index.dtype != torch.bool:
+            if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32):
                 if index.dim() == 0:
                     return replace(view, index=int(index))
-                return replace(view, index=index.detach()) if index.dim() == 1 else None
+                entries = index.detach().to(view.parameter.device) % len(view.parameter)  # -1 is the last one
+                return replace(view, index=entries) if index.dim() == 1 else None
             return replace(view, index=index) if isinstance(index, int) and not isinstance(index, bool) else None
         swapped = func in _TRANSPOSED or (func in _T and dims == 2)
         if func in _TRANSPOSE:
@@ -233,7 +266,8 @@ class Products(TorchFunctionMode):
         elif func is torch.addmm and len(args) == 3 and not kwargs:
             product, (bias, x, weight) = RIGHT, args
         elif func in _GROUPED and len(args) == 2 and [k for k, v in kwargs.items() if v is not None] == ["offs"]:
-            product, (x, weight) = _grouped(kwargs["offs"]), args
+            x, weight = args
+            product = _grouped(kwargs["offs"]) if (x.dim(), weight.dim()) == (2, 3) else None
         elif func is nn.functional.embedding:
             x, weight, padding, *options = _arguments(args, kwargs, *_EMBEDDING)
             usual = (padding is None or padding >= 0) and not any(options)
@@ -242,8 +276,8 @@ class Products(TorchFunctionMode):
             left, right = args
             if id(right) in self._views:
                 x, weight = left, right
-                product = RIGHT if right.dim() == 2 else RIGHT_OF_EACH if left.dim() == right.dim() == 3 else None
-            elif left.dim() == right.dim() == 3:
+                product = RIGHT if right.dim() == 2 else RIGHT_OF_EACH if left.dim() > 1 else None
+            elif left.dim() > 2 and right.dim() > 1:
                 x, weight, product = right, left, LEFT_OF_EACH
         view = self._views.get(id(weight))
         others = any(id(value) in self._views for value in (x, bias))
@@ -252,17 +286,14 @@ class Products(TorchFunctionMode):
         if product in (LINEAR, RIGHT) and weight.dim() != 2:
             return None
         device = x.device.type
-        if product.lower_precision and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(device))
+        if product.lower_precision and torch.is_autocast_enabled(device):
+            x = as_autocast(x, torch.get_autocast_dtype(device))
         elif x.dtype != weight.dtype and func is not nn.functional.embedding:
             return None
-        if bias is not None:
-            if bias.dim() != 1:
-                return None
-            bias = bias.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
         self._layer._deferred.setdefault(self._names[id(view.parameter)], True)
         pending = self._layer._weight_gradients
-        made: Tensor = _Deferring.apply(pending, product, view, x, bias, view.parameter)  # type: ignore[no-untyped-call]
+        made: Tensor = _Deferring.apply(pending, product, view, x, bias, view.parameter, ANY_LEAF)  # type: ignore[no-untyped-call]
         return made
 
 
@@ -298,7 +329,7 @@ class DeferredProducts(Deferred):
         """Run the original forward, within `Products` if the layer splits its backward."""
         splitting = self._weight_gradients.splitting
         forward = self._plain.forward
-        if splitting is Splitting.NONE or torch.compiler.is_compiling() or not self.may_split():
+        if splitting is Splitting.NONE or leaves_to_autograd() or not self.may_split():
             return forward(self, *inputs, **named)
         if splitting is Splitting.LARGE and not any(
             p.numel() * p.itemsize >= LARGE_BYTES for p in matrices(self).values()
@@ -322,5 +353,4 @@ class DeferredProducts(Deferred):
 def matrices(layer: nn.Module) -> dict[str, nn.Parameter]:
     """A layer's own parameters of at least two dimensions that are trained."""
     own = layer._parameters.items()
-    lazy = nn.parameter.is_lazy
-    return {n: p for n, p in own if p is not None and not lazy(p) and p.requires_grad and p.dim() > 1}
+    return {n: p for n, p in own if is_leaf(p) and not nn.parameter.is_lazy(p) and p.requires_grad and p.dim() > 1}

@@ -9,16 +9,17 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from optpipe.errors import TrainingError
+from optpipe.runtime.torch_private import ANY_LEAF, computes_given_gradients_alone, is_transforming
 
 
 class GradientTask(Protocol):
@@ -50,7 +51,7 @@ class WeightGradients:
     def __init__(self) -> None:
         self.splitting = Splitting.NONE
         self._kept: dict[int, deque[GradientTask]] = {}
-        self._put: Callable[[GradientTask], None] = _refuse
+        self._put: Callable[[GradientTask], None] | None = None
         self._lost = False
         self.observer: Callable[[GradientTask], None] | None = None
 
@@ -82,10 +83,19 @@ class WeightGradients:
         try:
             yield
         finally:
-            self._put, self.splitting = _refuse, Splitting.NONE
+            self._put, self.splitting = None, Splitting.NONE
+
+    @property
+    def takes_tasks(self) -> bool:
+        """True in a backward of the stage; false in one that a module runs itself, in F or to get a gradient in B.
+
+        Such a one gets gradients where it asked for them, of all orders, and none of it waits. Only within a backward.
+        """
+        return self._put is not None and not torch.is_grad_enabled() and not computes_given_gradients_alone()
 
     def add(self, task: GradientTask) -> None:
         """Add a task; called by a layer's backward."""
+        assert self._put is not None, "takes_tasks was asked"
         self._put(task)
 
     def compute(self, microbatch: int) -> None:
@@ -107,13 +117,6 @@ class WeightGradients:
     def lose(self) -> None:
         """Note that another stage has taken over one of the layers."""
         self._lost = True
-
-
-def _refuse(_: GradientTask) -> None:
-    raise TrainingError(
-        "a layer's weight gradient was asked for within F: a stage that differentiates in its forward cannot split "
-        "its backward. Maybe give that part of the module a forward of its own, without nn.Linear and the like."
-    )
 
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -171,6 +174,34 @@ def is_distributed(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and hasattr(tensor, "placements")
 
 
+def rows(x: Tensor) -> Tensor:
+    """View of a tensor of shape (..., width) as a matrix, also where there are none or they are of width 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def is_leaf(parameter: Any) -> TypeGuard[nn.Parameter]:
+    """True for a parameter that can have a `.grad`. What torch.func.functional_call puts in its place may be a tensor
+    that was computed, which autograd has to carry further.
+    """
+    return isinstance(parameter, nn.Parameter) and parameter.is_leaf
+
+
+def leaves_to_autograd() -> bool:
+    """True where layers leave their backward to autograd, because others transform or compile the forward."""
+    return torch.compiler.is_compiling() or is_transforming()
+
+
+def check_versions(parameters: Iterable[Tensor], versions: Iterable[int]) -> None:
+    """Raise TrainingError if parameters have been changed in place since, so that their values in F are lost."""
+    for parameter, version in zip(parameters, versions, strict=True):
+        if parameter._version != version and parameter.dim() > 1:
+            raise TrainingError(
+                f"a weight of shape {list(parameter.shape)} was changed in place between F and the backward of a "
+                "microbatch, which needs the value of F; autograd refuses that too. Maybe a forward changes it: other "
+                "microbatches run in between. Change it between two steps, or compute the changed weight in forward."
+            )
+
+
 def gradient_of(parameter: Tensor) -> Tensor:
     """Get a parameter's `.grad`, zeros if missing. OptPipe's trainer allocates all before its first step."""
     if parameter.grad is None:
@@ -216,12 +247,12 @@ class Deferred(nn.Module):
         splitting = self._weight_gradients.splitting
         if splitting is Splitting.NONE or (splitting is Splitting.LARGE and not _is_large(self)):
             return super().forward(*inputs, **named)
-        if named or len(inputs) != 1 or torch.compiler.is_compiling():
+        if named or len(inputs) != 1 or not _is_dense(inputs[0]) or leaves_to_autograd():
             return super().forward(*inputs, **named)
         parameters = [p for p in _parameters(self) if p is not None]
         if not _may_split(parameters, self._split.distributed):
             return super().forward(*inputs)
-        return _Split.apply(self, inputs[0], *parameters)  # type: ignore[no-untyped-call]
+        return _Split.apply(self, ANY_LEAF, inputs[0], *parameters)  # type: ignore[no-untyped-call]
 
     def may_split(self) -> bool:
         """True if the backward is split when the layer is called with one tensor."""
@@ -239,21 +270,33 @@ def _parameters(layer: nn.Module) -> Iterable[nn.Parameter | None]:
     return layer.parameters() if layer._modules else layer._parameters.values()
 
 
+def _is_dense(x: Any) -> bool:
+    """True for a tensor that is neither sparse nor nested."""
+    return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
+
+
 def _is_large(layer: nn.Module) -> bool:
     """True if a parameter has LARGE_BYTES. For smaller layers the split's 40 us on the host do not pay."""
     return any(p is not None and p.numel() * p.itemsize >= LARGE_BYTES for p in _parameters(layer))
 
 
 def _may_split(parameters: Iterable[nn.Parameter], distributed: bool) -> bool:
-    """True if a parameter needs a gradient, and none has hooks that need autograd to compute it."""
+    """True if a parameter needs a gradient, all are leaves, and none has hooks that need autograd to compute it."""
     wanted = False
     for parameter in parameters:
+        if not is_leaf(parameter):
+            return False
         wanted = wanted or parameter.requires_grad
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return False
         if not distributed and is_distributed(parameter):
             return False
     return wanted
+
+
+def as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as autocast gives it to a product: it leaves float64, complex numbers and integers unchanged."""
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 class _Autocast:
@@ -267,11 +310,14 @@ class _Autocast:
         self._device, self._dtype = device, dtype
 
     def cast(self, split: SplitBackward[Any], x: Tensor) -> Tensor:
-        """Input of the layer under autocast, which leaves float64 unchanged."""
-        return x.to(self._dtype) if split.lower_precision and x.dtype != torch.float64 else x
+        """Input of the layer under autocast."""
+        return as_autocast(x, self._dtype) if split.lower_precision else x
+
+    def entered(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device, self._dtype, cache_enabled=False)
 
     def run(self, half: Callable[..., Any], *call: Any) -> Any:
-        with torch.autocast(self._device, self._dtype, cache_enabled=False):
+        with self.entered():
             return half(*call)
 
 
@@ -279,8 +325,9 @@ class _Split(torch.autograd.Function):
     """One call of a layer. The parameters are only given for autograd to record the call."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Deferred, x: Tensor, *_parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, layer: Deferred, _leaf: Tensor, x: Tensor, *_parameters: nn.Parameter) -> Tensor:
         ctx.layer, ctx.parameters = layer, _parameters
+        ctx.versions = [parameter._version for parameter in _parameters]
         device = x.device.type
         if torch.is_autocast_enabled(device):
             ctx.autocast = _Autocast(device, torch.get_autocast_dtype(device))
@@ -288,24 +335,82 @@ class _Split(torch.autograd.Function):
         else:
             ctx.autocast = None
             y, saved = layer._split.forward(layer, x)
+        ctx.x_place = next((place for place, tensor in enumerate(saved) if tensor is x), None)
         ctx.save_for_backward(*saved)
         result: Tensor = y
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise TrainingError("a gradient of a gradient was asked for, which a split backward does not have.")
         layer: Deferred = ctx.layer
         split, autocast = layer._split, ctx.autocast
+        if not layer._weight_gradients.takes_tasks:
+            return None, None, *_at_once(ctx, gradient)
         # Attached to the graph, what is kept for W would keep the graph.
         call = (layer, tuple([tensor.detach() for tensor in ctx.saved_tensors]), gradient)
         later, now = split.add_weight_gradients, split.input_gradient
         if autocast:
             later, now = partial(autocast.run, later), partial(autocast.run, now)
-        layer._weight_gradients.add(WeightTask(layer, ctx.parameters, partial(later, *call)))
-        input_gradient = now(*call) if ctx.needs_input_grad[1] else None
-        return None, input_gradient, *(None,) * (len(ctx.needs_input_grad) - 2)
+        _, _, x_needs_it, *wanted = ctx.needs_input_grad
+        layer._weight_gradients.add(WeightTask(layer, ctx.parameters, wanted, partial(later, *call)))
+        input_gradient = None
+        if x_needs_it:
+            check_versions(ctx.parameters, ctx.versions)
+            with registered(layer, ctx.parameters):
+                input_gradient = now(*call)
+        return None, None, input_gradient, *(None,) * len(wanted)
+
+
+def _at_once(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
+    """The gradients of the input and the parameters of a call, by autograd and for it, so that they have gradients.
+
+    Raises TrainingError if the call has not kept its input.
+    """
+    layer: Deferred = ctx.layer
+    if ctx.x_place is None:
+        raise TrainingError(
+            f"a module differentiates through a {layer._plain.__name__} within the forward or backward of a stage, but "
+            "that keeps its input for its own backward alone: under autocast, or by a split that was registered. "
+            "Maybe leave autocast out, or give that part of the module a forward without such layers."
+        )
+    x = ctx.saved_tensors[ctx.x_place]
+    autocast = ctx.autocast.entered() if ctx.autocast else nullcontext()
+    with torch.enable_grad(), autocast, registered(layer, ctx.parameters):
+        y = layer._plain.forward(layer, x)
+    return gradients_of(y, (x, *ctx.parameters), ctx.needs_input_grad[2:], gradient)
+
+
+def gradients_of(y: Tensor, inputs: Sequence[Tensor], wanted: Sequence[bool], gradient: Tensor) -> list[Tensor | None]:
+    """Gradients of those inputs of y that are wanted, None for the others; with graphs where autograd records."""
+    own = [part for part, needed in zip(inputs, wanted, strict=True) if needed]
+    found = iter(torch.autograd.grad(y, own, gradient, create_graph=torch.is_grad_enabled(), allow_unused=True))
+    return [next(found) if needed else None for needed in wanted]
+
+
+@contextmanager
+def registered(layer: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Context in which a layer has these parameters, those of a call in F.
+
+    A wrapper or torch.func.functional_call may have registered others for that call, or since.
+    """
+    now = [p for p in _parameters(layer) if p is not None]
+    if all(map(operator.is_, now, parameters)):
+        yield
+        return
+    of_call = dict(zip(map(id, now), parameters, strict=True))
+    places = [
+        (part._parameters, name, parameter)
+        for part in layer.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
+    for registry, name, parameter in places:
+        registry[name] = of_call[id(parameter)]
+    try:
+        yield
+    finally:
+        for registry, name, parameter in places:
+            registry[name] = parameter
 
 
 class WeightTask:
@@ -313,30 +418,26 @@ class WeightTask:
 
     A wrapper may have registered others since: under FSDP2 a layer has its gathered parameters while its module runs,
     and shards of them otherwise. Gradients belong to the gathered ones, whose `.grad` is there while their data is not.
+
+    `wanted`: which of them were trained in that call. As in autograd those get gradients that still are.
     """
 
-    __slots__ = ("_add", "_layer", "parameters")
+    __slots__ = ("_add", "_frozen", "_layer", "parameters")
 
-    def __init__(self, layer: nn.Module, parameters: tuple[nn.Parameter, ...], add: Callable[[], None]) -> None:
+    def __init__(
+        self, layer: nn.Module, parameters: tuple[nn.Parameter, ...], wanted: Iterable[bool], add: Callable[[], None]
+    ) -> None:
         self._layer, self.parameters, self._add = layer, parameters, add
+        self._frozen = [p for p, trained in zip(parameters, wanted, strict=True) if not trained]
 
     def __call__(self) -> None:
         """Add them."""
-        registered = [p for p in _parameters(self._layer) if p is not None]
-        if all(map(operator.is_, registered, self.parameters)):
-            self._add()
-            return
-        now = dict(zip(map(id, registered), self.parameters, strict=True))
-        places = [
-            (part._parameters, name, parameter)
-            for part in self._layer.modules()
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
-        for registry, name, parameter in places:
-            registry[name] = now[id(parameter)]
+        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
+        for parameter in thawed:
+            parameter.requires_grad_(False)
         try:
-            self._add()
+            with registered(self._layer, self.parameters):
+                self._add()
         finally:
-            for registry, name, parameter in places:
-                registry[name] = parameter
+            for parameter in thawed:
+                parameter.requires_grad_(True)
