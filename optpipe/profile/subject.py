@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from optpipe.errors import InputError, Issue
+from optpipe.errors import InputError, Issue, TrainingError
 from optpipe.models.cut import Unit, joined, parse_cut
 from optpipe.models.loss import PerToken, is_counted
 from optpipe.runtime.loss import Loss, total_loss
-from optpipe.runtime.messages import MessageSpec, Spec, Tree, leaves, map_leaves, message_spec, spec_text
+from optpipe.runtime.messages import MessageSpec, Spec, Tree, leaves, map_leaves, message_spec, output_spec, spec_text
 from optpipe.runtime.module_state import unchanged
 from optpipe.runtime.probe import Sample
 from optpipe.runtime.shapes import alike
@@ -166,7 +167,31 @@ def _checked(build: Named, returned: Any) -> Subject:
     if not callable(loss):
         what = "but must return a function of output and target."
         build.refuse("no_loss", f"returns {type(loss).__name__} for loss, {what}")
+    _initialise_lazy(build, stages, inputs)
     return Subject(build.name, list(stages), inputs, targets, loss)
+
+
+def _initialise_lazy(build: Named, stages: Iterable[nn.Module], inputs: Tree) -> None:
+    """Run the stages forward once if any of them has lazy parameters, whose shapes their first input tells."""
+    stages = list(stages)
+    if not any(_lazy_in(stage) for stage in stages):
+        return
+    received = inputs
+    with torch.no_grad(), evaluating(stages):
+        for s, stage in enumerate(stages):
+            try:
+                received = stage(received)
+            except Exception as error:
+                detail = f"has lazy parameters, but stages[{s}] fails on its first input: {_text_of(error)}."
+                build.refuse("lazy", detail)
+            if lazy := _lazy_in(stage):
+                detail = f"returns stages[{s}] with the lazy {lazy[0]}, which its forward does not use. Maybe drop it."
+                build.refuse("lazy", detail)
+
+
+def _lazy_in(stage: nn.Module) -> list[str]:
+    named = chain(stage.named_parameters(), stage.named_buffers())
+    return [name for name, tensor in named if nn.parameter.is_lazy(tensor)]
 
 
 class Named:
@@ -367,8 +392,9 @@ def build_chain(
     with torch.autocast(device.type, autocast) if autocast else nullcontext():
         for s, module in enumerate(modules):
             module.to(device)
-            trees = [_output(subject, s, module, received) for received in trees]
-            spec, *others = map(message_spec, trees)
+            stage = Stage(module, first=s == 0, seed=0)
+            trees = [_output(subject, s, stage, received) for received in trees]
+            spec, *others = map(output_spec, trees)
             for other in others:
                 if other != spec:  # a runtime allocates buffers of one shape
                     texts = f"{spec_text(spec)} for one microbatch but {spec_text(other)} for another"
@@ -415,13 +441,13 @@ def _build_stages(
     return stages
 
 
-def _output(subject: Subject, s: int, module: nn.Module, received: Tree) -> Tree:
+def _output(subject: Subject, s: int, stage: Stage, received: Tree) -> Tree:
     try:
-        with unchanged([module], leaves(received)[0].device), torch.no_grad(), evaluating([module]):
-            output = module(received)
+        output = stage.trial(0, received, None)
     except Exception as error:
         what = f"what stages[{s - 1}] returns" if s else "the inputs"
-        kind, text = type(module).__name__, str(error).strip().splitlines() or [""]
+        text = str(error).strip().splitlines() or [""]
+        kind: str = stage.module._get_name()  # type: ignore[no-untyped-call]
         if failure := compiler_failure(error):
             detail = f"stages[{s}]: torch.compile fails: {failure}. Maybe train without torch.compile."
             refuse(subject.name, "compiler_failed", detail)
@@ -439,13 +465,12 @@ def _output(subject: Subject, s: int, module: nn.Module, received: Tree) -> Tree
 def _check_loss(subject: Subject, output: Tree, targets: Tree) -> None:
     with unchanged([subject.loss, getattr(subject.loss, "loss", None)], leaves(output)[0].device), torch.no_grad():
         try:
-            loss = total_loss(subject.loss(output, targets))
+            total_loss(subject.loss(output, targets))
+        except TrainingError as error:
+            refuse(subject.name, "loss_no_scalar", str(error))
         except Exception as error:
             shown = f"{spec_text(message_spec(output))} and {spec_text(message_spec(targets))}"
             refuse(subject.name, "loss_does_not_fit", f"loss fails on {shown}: {type(error).__name__}: {error}.")
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        shape = spec_text(message_spec(loss)) if isinstance(loss, Tensor) else type(loss).__name__
-        refuse(subject.name, "loss_no_scalar", f"loss returns {shape}, but must return one number, as a tensor.")
 
 
 def random_gradient(spec: MessageSpec, device: torch.device) -> Tensor | None:

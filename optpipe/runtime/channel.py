@@ -58,7 +58,8 @@ class _Route:
         why = "as follows from the sizes of its input" if self._varies else "as in every microbatch"
         return TrainingError(
             f"the {subject} across the boundary between stages {self.boundary} and {self.boundary + 1} is {actual} but "
-            f"must be {spec_text(expected)}, {why}. Maybe pad the batch to one shape."
+            f"must be {spec_text(expected)}, {why}. Maybe pad the batch to one shape, and "
+            "return the same tensors in training and in evaluation."
         )
 
 

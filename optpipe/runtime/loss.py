@@ -24,26 +24,39 @@ MOST_TERMS = 16
 def total_loss(losses: Losses) -> Tensor:
     """The loss that is trained: the sum of the terms, in their order.
 
-    Raises TrainingError if a term is not one number as a tensor, or if there is none or more than `MOST_TERMS`.
+    A tensor with one entry counts as a number, as it does for autograd. Raises TrainingError if the loss or a term is
+    not one real number as a tensor, or if there is no term or more than `MOST_TERMS`.
     """
     if not isinstance(losses, Mapping):
-        return losses
+        return _number(losses, "")
     terms: Mapping[Any, Any] = losses
-    for name, term in terms.items():
-        found = f"a tensor of shape {list(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
+    for name in terms:
         if not isinstance(name, str) or not name:
             raise TrainingError(f"the loss returns a term with the name {name!r}, but names are texts.")
-        if not isinstance(term, Tensor) or term.dim():
-            raise TrainingError(
-                f"the loss returns {found} as its term {name!r}, but terms are single numbers, as tensors. "
-                "Maybe take the mean."
-            )
     if not 0 < len(losses) <= MOST_TERMS:
         raise TrainingError(
             f"the loss returns {len(losses)} terms, but must return 1 to {MOST_TERMS}. Maybe add some of them up."
         )
-    total: Tensor = reduce(add, terms.values())
+    total: Tensor = reduce(add, [_number(term, f" as its term {name!r}") for name, term in terms.items()])
     return total
+
+
+def _number(loss: Any, place: str) -> Tensor:
+    """The loss, or a term of it, of shape (). Raises TrainingError if it is not one real number."""
+    found = type(loss).__name__
+    if isinstance(loss, Tensor):
+        found = f"a tensor of shape {list(loss.shape)}"
+        if loss.numel() == 1 and not loss.is_floating_point():
+            raise TrainingError(
+                f"the loss returns {loss.dtype}{place}, which has no gradient, but a loss is one number of floating "
+                f"point. Maybe {'its real part' if loss.is_complex() else 'leave out what rounds it to integers'}."
+            )
+        if loss.numel() == 1:
+            return loss.reshape(()) if loss.dim() else loss
+    raise TrainingError(
+        f"the loss returns {found}{place}, but must return one number, as a tensor, or several by name in a dict. "
+        "Maybe take the mean."
+    )
 
 
 class LossTerms:
@@ -78,7 +91,7 @@ class LossTerms:
             )
         if isinstance(losses, Mapping) and self._values is not None:
             for column, name in enumerate(self.names):
-                self._values[microbatch, column].copy_(losses[name].detach())
+                self._values[microbatch, column].copy_(losses[name].detach().reshape(()))
         return total
 
     @property

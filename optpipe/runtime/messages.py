@@ -63,7 +63,7 @@ def leaves(tree: Any) -> list[Any]:
     if isinstance(tree, tuple | list):
         return [leaf for part in tree for leaf in leaves(part)]
     if isinstance(tree, dict):
-        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
+        return [leaf for key in _keys(tree) for leaf in leaves(tree[key])]
     return [tree]
 
 
@@ -85,6 +85,35 @@ def tensors(tree: Tree | Gradient) -> list[Tensor]:
 def message_spec(tree: Tree) -> Spec:
     """Spec of a message. Raises TrainingError if it holds anything but tensors."""
     return map_leaves(MessageSpec.of, tree)
+
+
+def output_spec(tree: Tree) -> Spec:
+    """Spec of what a stage returns to the next one. Raises TrainingError also if it holds a sparse or nested tensor."""
+    for part in leaves(tree):
+        if isinstance(part, Tensor) and (part.layout is not torch.strided or part.is_nested):
+            kind = "nested tensor" if part.is_nested else f"tensor of layout {part.layout}"
+            raise TrainingError(
+                f"a stage returned a {kind}, but only dense ones go from stage to stage. Maybe make it dense "
+                "(to_dense, to_padded_tensor), and the other again in the next stage."
+            )
+    return message_spec(tree)
+
+
+def _keys(tree: dict[Any, Any]) -> list[Any]:
+    """Keys of a dict in their order. Raises TrainingError where they have none."""
+    try:
+        return sorted(tree)
+    except TypeError:
+        raise bad_keys(tree) from None
+
+
+def bad_keys(tree: dict[Any, Any]) -> TrainingError:
+    """Error for a dict whose keys have no order, or cannot be told to other processes."""
+    names = " and ".join(sorted({type(key).__name__ for key in tree}))
+    return TrainingError(
+        f"a dict among the inputs or outputs of a stage has keys of {names}, but they must be all str or all int. "
+        "Maybe use texts."
+    )
 
 
 def no_tensor(part: Any) -> TrainingError:
@@ -116,6 +145,6 @@ def _rebuild(tree: Any, new: Iterator[Any]) -> Any:
     if isinstance(tree, list):
         return [_rebuild(part, new) for part in tree]
     if isinstance(tree, dict):
-        changed = {key: _rebuild(tree[key], new) for key in sorted(tree)}
+        changed = {key: _rebuild(tree[key], new) for key in _keys(tree)}
         return {key: changed[key] for key in tree}
     return next(new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -16,7 +16,7 @@ from optpipe.errors import RunFailedError, TrainingError
 from optpipe.mode_names import IN_LOW_PRECISION, without_offload
 from optpipe.problem import Problem
 from optpipe.runtime.activations import HostSlab
-from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, message_spec
+from optpipe.runtime.messages import MessageSpec, Spec, Tree, bad_keys, map_leaves, message_spec, output_spec
 from optpipe.runtime.module_state import unchanged as unchanged_state
 from optpipe.runtime.recorder import MemoryMeter
 from optpipe.runtime.shapes import MessageShapes
@@ -404,13 +404,20 @@ Gather = Callable[[Any], list[Any]]
 
 
 def learn_messages(
-    stages: Mapping[int, Stage], count: int, microbatch: Tree, target: Tree, gather: Gather = lambda value: [value]
+    stages: Mapping[int, Stage],
+    count: int,
+    microbatch: Tree,
+    target: Tree,
+    gather: Gather = lambda value: [value],
+    *,
+    evaluates: bool = False,
 ) -> list[Spec]:
     """Determine the spec of the message at each boundary of a model of `count` stages; this process has `stages`.
 
     Runs each stage forward once, the first on `microbatch`, which has the shape of all microbatches, the others on
-    zeros, and leaves no mark (`unchanged`). Collective: all processes call it. Raises TrainingError if a stage's output
-    cannot be a message. What a stage raises is raised in its process, and a TrainingError that names it in all others.
+    zeros: as in training, or if it `evaluates`, as in evaluation. Leaves no mark (`Stage.trial`). Collective: all
+    processes call it. Raises TrainingError if a stage's output cannot be a message. What a stage raises is raised in
+    its process, and a TrainingError that names it in all others.
     """
     specs: list[Spec] = []
     received = microbatch
@@ -418,8 +425,8 @@ def learn_messages(
         own, failure = None, None
         if s in stages:
             try:
-                with unchanged([stages[s]]), evaluating([stages[s].module]):
-                    own = _to_data(message_spec(stages[s].evaluate(0, received, target)))
+                with evaluating([stages[s].module]) if evaluates else nullcontext():
+                    own = _to_data(output_spec(stages[s].trial(0, received, target)))
             except Exception as error:
                 if is_peer_error(error):  # of a wrapper, whose processes share the stage
                     text = f"what stages[{s}] exchanges with other processes did not come: {error}. Maybe one has ended"
@@ -464,7 +471,9 @@ def _to_data(spec: Spec) -> Any:
     if isinstance(spec, tuple | list):
         return {type(spec).__name__: [_to_data(part) for part in spec]}
     if isinstance(spec, dict):
-        return {"dict": {key: _to_data(part) for key, part in spec.items()}}
+        if any(type(key) not in (str, int) for key in spec):
+            raise bad_keys(spec)
+        return {"dict": [[key, _to_data(part)] for key, part in spec.items()]}  # JSON has texts alone as keys
     return {"tensor": [str(spec.dtype).removeprefix("torch."), list(spec.shape)]}
 
 
@@ -474,6 +483,6 @@ def _from_data(data: Any) -> Spec:
         dtype, shape = value
         return MessageSpec(tuple(shape), getattr(torch, dtype))
     if kind == "dict":
-        return {key: _from_data(part) for key, part in value.items()}
+        return {key: _from_data(part) for key, part in value}
     parts = [_from_data(part) for part in value]
     return parts if kind == "list" else tuple(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from optpipe.mode_names import EXAMPLES, parse_recomputed, without_offload
 from optpipe.runtime.activations import ActivationStore, HostSlab, storage_key
 from optpipe.runtime.loss import Loss, LossTerms, total_loss
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
-from optpipe.runtime.module_state import own_generators
+from optpipe.runtime.module_state import own_generators, unchanged
 from optpipe.runtime.recomputation import Replay, Sample, Segment, Segments, Values, parts_of, saving_nothing
 from optpipe.runtime.rng import AllGeneratorStates, OwnGenerator, RandomNumbers, never_draws
 from optpipe.runtime.slices import Sequences, check_slices
@@ -238,6 +238,7 @@ class Stage:
         self._segments: dict[str, Segments] = {}
         self._heard: list[Tree] | None = None
         self._own: frozenset[int] | None = None
+        self._changing: list[Tensor] | None = None
         self._device = self.device
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -471,7 +472,9 @@ class Stage:
                     output, loss_graph = self._loss_apart(microbatch, output, target)
                 else:
                     with saving():
-                        output = self._loss_of(microbatch, output, target)
+                        loss_of_output = self._loss_of(microbatch, output, target)
+                    _check_gradient(loss_of_output, output)
+                    output = loss_of_output
                 loss_kind = (output.dtype, output.device)
         graph = _Graph(entry, Exit(output), None, loss_kind, splitting, loss_graph)
         return graph, output.detach() if isinstance(output, Tensor) else _detached(output)
@@ -501,10 +504,59 @@ class Stage:
             self._loss_differentiates = asked
         return loss, _LossGraph(entry, Exit(loss)) if self._loss_differentiates else None
 
+    def trial(self, microbatch: int, received: Tree, target: Tree | None) -> Tree:
+        """F as it is in training, without a backward: returns as `forward`, and leaves nothing behind.
+
+        It is run to see what `forward` will return. Autograd records it, since a module may return something else
+        without, or work with the graph, but keeps nothing, unless the module differentiates within it.
+        """
+        with self.sequences.first(microbatch, received):
+            with suppress(Exception), self._as_before():
+                return self._tried(microbatch, received, target, saving_nothing())
+            with self._as_before():
+                return self._tried(microbatch, received, target, _NOTHING)
+
+    def _tried(self, microbatch: int, received: Tree, target: Tree | None, saving: AbstractContextManager[Any]) -> Tree:
+        with (
+            torch.enable_grad(),
+            self.random.of(microbatch, self._device) if self.random else _NOTHING,
+            self._autocasting(),
+            saving,
+            self._weight_gradients.forward(Splitting.NONE),
+        ):
+            if not self._first:
+                received, _ = enter(self._anchor, received)
+            output = self._output(microbatch, received)
+            if self._loss is not None:
+                output = total_loss(self._loss(output, target))
+        return map_leaves(_detached_tensor, output)
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Context that restores what a forward changes: what `module_state` finds, and weights, if it does.
+
+        The first time tells which weights a forward changes: of these alone there are copies later.
+        """
+        lazy = nn.parameter.is_lazy
+        weights = [p for p in self.module.parameters() if not lazy(p)] if self._changing is None else self._changing
+        copies = [(weight, weight._version, weight.detach().clone()) for weight in weights]
+        try:
+            with unchanged(self.roots, self._device):
+                yield
+        finally:
+            self._changing = [weight for weight, version, _ in copies if weight._version != version]
+            with torch.no_grad():
+                for weight, version, value in copies:
+                    if weight._version != version:
+                        weight.copy_(value)
+
     def evaluate(self, microbatch: int, received: Tree, target: Tree | None) -> Tree:
-        """F for evaluation: returns as `forward`, and leaves nothing behind."""
+        """F for evaluation: returns as `forward`, and leaves nothing behind. Where one listens, a `trial`."""
         if self._heard is not None:
             self._heard.append(received)
+            result = self.trial(microbatch, received, target)
+            self.sequences.evaluated(microbatch)
+            return result
         with torch.no_grad(), self._autocasting(), self.sequences.first(microbatch, received):
             output = self._output(microbatch, received)
             result = output if self._loss is None else total_loss(self._loss(output, target))
@@ -513,7 +565,7 @@ class Stage:
 
     @contextmanager
     def listening(self) -> Iterator[list[Tree]]:
-        """Context that records the input of each `evaluate` call in the list that it yields."""
+        """Context that records the input of each `evaluate` call, which is a `trial`, in the list that it yields."""
         heard: list[Tree] = []
         self._heard = heard
         try:
@@ -631,6 +683,15 @@ class Stage:
         return self._own | storages(batch) if batch else self._own
 
 
+def _check_gradient(loss: Tensor, output: Tree) -> None:
+    """Raise TrainingError for a loss without a gradient of an output that has one: nothing would be trained."""
+    if not loss.requires_grad and _with_gradient(output):
+        raise TrainingError(
+            "the loss has no gradient, though the output of the last stage has one. Maybe the loss is detached, made "
+            "anew from its value (torch.tensor(...)), or computed under torch.no_grad()."
+        )
+
+
 def check_splits(number: int, module: nn.Module, kinds: Collection[str]) -> None:
     """Raise TrainingError if a stage's ops of these kinds cannot run: B and W are one where its module is compiled."""
     compiled = compiled_part(module)
@@ -644,6 +705,11 @@ def _cannot_split(compiled: str) -> str:
         f"{part} is compiled by torch.compile, which computes input and weight gradients at once, but the "
         "program has B and W apart. Maybe solve with fused backwards (BW), or compile less of the module."
     )
+
+
+def _detached_tensor(part: Any) -> Any:
+    """A tensor without its graph; anything else as it is."""
+    return part.detach() if isinstance(part, Tensor) else part
 
 
 def _detached(output: Tree) -> Tree:

@@ -301,7 +301,7 @@ def _received(model: Model, inputs: Sequence[Tree], targets: Sequence[Tree]) -> 
     """Messages that each stage of this process receives for these microbatches; called by all processes together."""
     with unchanged(model), ExitStack() as contexts:
         received = {s: contexts.enter_context(stage.listening()) for s, stage in model.stages.items()}
-        model.evaluate(inputs, targets)
+        model.pipeline.evaluate(*model.cut(inputs, targets), change_mode=False)
     units = model.cut(inputs, targets)[0]
     return {s: units if s == 0 else trees for s, trees in received.items()}
 

@@ -29,7 +29,7 @@ from optpipe.runtime import (
     local_transport,
 )
 from optpipe.runtime.gradient_sync import GradientSync, with_groups
-from optpipe.runtime.messages import Spec, Tree, map_leaves, size_bytes
+from optpipe.runtime.messages import Spec, Tree, map_leaves, size_bytes, spec_text
 from optpipe.runtime.probe import unchanged
 from optpipe.runtime.recorder import MemoryMeter, Recorder
 from optpipe.runtime.shapes import SliceMessages
@@ -458,6 +458,16 @@ class Model:
                 microbatch, target, messages = units[0], of_units[0], [*self._slice_messages[0]]
             else:
                 messages = learn_messages(self.stages, count, microbatch, target, gather)
+            if self.config.evaluate:
+                evaluated = learn_messages(self.stages, count, microbatch, target, gather, evaluates=True)
+                for s, (one, other) in enumerate(zip(messages, evaluated, strict=True)):
+                    if one != other:
+                        raise TrainingError(
+                            f"stages[{s}] of {self.task.name} returns {spec_text(one)} in training but "
+                            f"{spec_text(other)} in evaluation, of which evaluate asks for {self.config.evaluate} "
+                            "batches. Maybe return the same in both, zeros for what evaluation does not need, or leave "
+                            "evaluate out."
+                        )
             self._refuse_changed_buffers(messages, microbatch, target)
             return messages
         except OptPipeError:

@@ -284,7 +284,7 @@ class Updates:
 
     def _sum_of_squares(self, stage: int) -> Tensor:
         """Sum over all gradient entries that a stage counts: a float64 scalar on the stage's device."""
-        counted = [p.grad for p, counts in self._parameters[stage] if counts and p.grad is not None]
+        counted = [_as_real(p.grad) for p, counts in self._parameters[stage] if counts and p.grad is not None]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=self._devices[stage])
         return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in counted]).square().sum()
@@ -295,6 +295,11 @@ class Updates:
             for group, of_group in zip(optimizer.param_groups, self._rates[s], strict=True):
                 group["lr"] = rate if of_group == highest else rate * (of_group / highest)
             optimizer.step()
+
+
+def _as_real(gradient: Tensor) -> Tensor:
+    """A complex gradient as real and imaginary parts, whose squares add up to those of its absolute values."""
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 @dataclass(frozen=True)

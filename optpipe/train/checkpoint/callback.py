@@ -16,7 +16,7 @@ from optpipe.errors import CheckpointError
 from optpipe.train.callback import Callback
 from optpipe.train.checkpoint.files import Disk, final_path, open_folder, retire, steps_in
 from optpipe.train.checkpoint.resume import resume
-from optpipe.train.checkpoint.write import CheckpointWriter
+from optpipe.train.checkpoint.write import CheckpointWriter, refuse_unwritten
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import gather_or_raise
 from optpipe.train.model import Model
@@ -57,14 +57,15 @@ class CheckpointCallback(Callback):
     def resume(self) -> int:
         """Load the newest whole checkpoint, in all processes together; return the step to begin with.
 
-        Creates the folder, so that a path that cannot be written to is refused before the first step. Raises
-        CheckpointError in every process.
+        Creates the folder, so that a path that cannot be written to is refused before the first step, as are stages
+        with state that no checkpoint can hold. Raises CheckpointError in every process.
         """
         folder, launch = self._config.checkpoints.folder, self._model.launch
         if folder is None:
             return 0
         gather_or_raise(launch, lambda: open_folder(folder, self._disk) if launch.rank == 0 else None)
         gather_or_raise(launch, lambda: _check_shared(folder))
+        gather_or_raise(launch, self._check_state)
         # The agent's store then serves all restarts: https://github.com/pytorch/pytorch/issues/135712
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -76,6 +77,10 @@ class CheckpointCallback(Callback):
             )
         self._at, self._damaged = resume(folder, self._config, self._model)
         return self._at
+
+    def _check_state(self) -> None:
+        for stage in self._model.stages.values():
+            refuse_unwritten(stage.module)
 
     def is_due(self, step: int) -> bool:
         """True every `every_steps` steps and after the last."""

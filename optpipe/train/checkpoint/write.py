@@ -20,6 +20,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from optpipe.errors import CheckpointError
@@ -75,7 +76,7 @@ def stage_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None, na
     Buffers that are not persistent are left out, as the module builds them anew. Raises CheckpointError where module or
     optimizer keep state that is not in tensors.
     """
-    _refuse_extra_state(module)
+    refuse_unwritten(module)
     return _copies(chain(_weights(module, names), _optimizer_state(module, optimizer, names)))
 
 
@@ -177,7 +178,16 @@ def _compare(where: str, name: str, saved: Tensor | None, now: Tensor) -> None:
 OTHER_MODEL = "Maybe the code of the model has changed since."
 
 
-def _refuse_extra_state(module: nn.Module) -> None:
+def refuse_unwritten(module: nn.Module) -> None:
+    """Raise CheckpointError where a stage has state that the files of a checkpoint cannot hold."""
+    for name, tensor in chain(module.named_parameters(), _buffers(module)):
+        try:
+            save({"": torch.empty(0, dtype=tensor.dtype)})
+        except KeyError:
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, which safetensors, the format of checkpoints, does not have. Maybe "
+                "torch.complex64, or train without a folder for checkpoints."
+            ) from None
     for name, part in module.named_modules():
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(

@@ -171,7 +171,7 @@ def build_of_nothing() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("build_by_rows", r"a tensor of shape \[6\] as its term 'rows', but terms are single numbers.* Maybe take"),
+        ("build_by_rows", r"a tensor of shape \[6\] as its term 'rows', but must return one number.* Maybe take"),
         ("build_changing", "microbatch 1 has the terms other, but that of the first had prediction, balance"),
         ("build_of_nothing", "the loss returns 0 terms, but must return 1 to 16"),
     ],

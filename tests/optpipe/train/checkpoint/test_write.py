@@ -122,6 +122,12 @@ def test_a_refused_checkpoint_changes_nothing() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in tensors_of(module, None).items())
 
 
+def test_numbers_that_the_format_does_not_have_are_refused() -> None:
+    tensors_of(nn.Linear(1, 1, dtype=torch.complex64), None)
+    with pytest.raises(CheckpointError, match=r"weight is torch.complex128, which safetensors.*Maybe torch.complex64"):
+        tensors_of(nn.Linear(1, 1, dtype=torch.complex128), None)
+
+
 def test_state_beside_tensors_is_refused_when_writing() -> None:
     class Counting(nn.Linear):
         def get_extra_state(self) -> int:
