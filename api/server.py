@@ -184,7 +184,7 @@ class Protocol(H11Protocol):
     conn: BoundedConnection
     _deadline: asyncio.TimerHandle | None = None
     _parsed_bytes = 0
-    """Of this request, and of what followed it in the same pieces."""
+    """Bytes of this request, and of what followed it in the same pieces."""
     _dropped_bytes = 0
 
     def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:

@@ -54,7 +54,7 @@ def measure(size: Size, pictures: Path) -> str:
     columns = ("problem", "ops", "seconds", "gap", "seconds, busy", "gap, busy")
     return (
         f"{table(columns, rows, 1)}\n\nSeconds of the whole command `optpipe solve`, with a `--time-limit` of "
-        f"{limit_s}: loading, reading, searching, verifying and writing. Busy: beside a process that spins for each "
+        f"{limit_s}: loading, reading, searching, verifying and writing. Busy: while a process spins for each "
         "core.\n\n"
         f"`{COMMAND} --size {size}`: {machine()}."
     )

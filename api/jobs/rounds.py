@@ -26,7 +26,7 @@ class Rounds(Generic[S, P, R]):
         self._latest: dict[S, asyncio.Task[Mapping[P, R]]] = {}
 
     async def ask(self, subject: S, position: P) -> R:
-        """What is read from a position. Raises what the read raises."""
+        """Answer of a read from a position. Raises what the read raises."""
         round = self._next.get(subject)
         if round is None:
             round = self._next[subject] = _Round()

@@ -94,7 +94,7 @@ api_keys = Table(
 )
 
 _STORED_BYTES = "schedule_bytes + octet_length(problem) + octet_length(note) + 200 * revision"
-"""What a job takes of its key's quota. There is an event for each revision, which takes some 200 bytes."""
+"""Share of its key's quota that a job takes. There is an event for each revision, which takes some 200 bytes."""
 
 jobs = Table(
     "jobs",

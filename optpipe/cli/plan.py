@@ -469,7 +469,7 @@ def _best_and_named(judged: Sequence[Judged]) -> list[Judged]:
 
 
 def _rated_choices(judged: Sequence[Judged]) -> tuple[set[tuple[object, ...]], set[tuple[object, ...]]]:
-    """All combinations of the choices beside the cut, and those of which a cut was rated."""
+    """All combinations of the choices other than the cut, and those of which a cut was rated."""
     rated = {one.candidate.choice for one in judged if one.rated}
     return {one.candidate.choice for one in judged}, rated
 

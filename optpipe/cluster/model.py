@@ -49,7 +49,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """Feed-forward of a layer: dense, or `experts` of which a token visits `chosen`, beside what all tokens visit."""
+    """Feed-forward of a layer: dense, or `experts` of which a token visits `chosen`; shared ones count as dense."""
 
     width: int
     """Inner width, of one expert where there are experts."""
@@ -96,9 +96,9 @@ class Model:
     tied: bool
     """True if the head's matrix is the embedding's."""
     embedding_parameters: int
-    """Of tokens, positions, projections and norms in front of the first layer."""
+    """Parameters of tokens, positions, projections and norms in front of the first layer."""
     head_parameters: int
-    """Of the last norm, and of the matrix unless it is tied."""
+    """Parameters of the last norm, and of the matrix unless it is tied."""
     predicted_tokens: int = 0
     """Layers of multi-token prediction behind the last one (DeepSeek-V3, section 2.2)."""
     prediction_parameters: int = 0
@@ -139,7 +139,7 @@ class Family:
     query_key_norm: Literal["none", "head", "all"] = "none"
     """A norm of queries and one of keys: of a head's width, or of all heads'."""
     sinks: bool = False
-    """A number a head beside the scores."""
+    """One more score for each head."""
     positions: int = 0
     """Rows of a learned embedding of positions."""
     embedding_norm: bool = False

@@ -347,7 +347,7 @@ class HuggingFace:
         return order
 
     def _examine(self) -> Reads:
-        """What a later stage needs, and the loss; found by placeholders."""
+        """Needs of a later stage, and the loss; found by placeholders."""
         before = [name for name in self.units[0].modules if not name.startswith(f"{self._layers}.")]
         behind, everywhere = self.units[-1].modules, self._everywhere(self._whole)
         named = f"model {self.name}"

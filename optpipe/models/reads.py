@@ -1,4 +1,4 @@
-"""What layers and head of a model read besides hidden states, and its loss, found by running it with placeholders.
+"""Inputs of layers and head of a model besides hidden states, and its loss, found by running it with placeholders.
 
 The model runs as it is and as a stage behind the first runs it, with layers and modules that return random numbers, on
 one short sequence. Autograd then shows which tensors each layer and the logits depend on, and the values show what a

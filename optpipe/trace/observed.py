@@ -103,7 +103,7 @@ class Mark(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """What a file says: its ops, its rank, and the ranks of its pipeline where it knows them.
+    """Content of a file: its ops, its rank, and the ranks of its pipeline where it knows them.
 
     `receives_us`: when it began to receive messages, by the host's clock; empty where ops have a GPU's times.
     `processes`: of the whole job; 0 where the file does not say it.

@@ -142,7 +142,7 @@ class DeviceMemory:
 
     @property
     def left_bytes(self) -> int:
-        """What leaked in the second step."""
+        """Bytes that leaked in the second step."""
         return self.live_bytes[-1] if self.live_bytes else 0
 
 

@@ -13,7 +13,7 @@ from tests.docs.blocks import ROOT, pages
 from tests.sample import FULL, some
 
 ALWAYS = ("README.md", "docs/tutorial.md")
-"""What a newcomer runs first."""
+"""Pages that a newcomer runs first."""
 
 LANDING_S = 24 * 3600
 """Commits that are tested together are made within so long."""
