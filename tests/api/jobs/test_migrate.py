@@ -99,7 +99,7 @@ async def test_events_of_another_server_come_before_all_others(store: Store, dat
         _run(database_url, "UPDATE events SET number = 0")
 
 
-def test_documents_of_the_first_revision_are_kept(postgresql: str) -> None:
+def test_documents_of_the_first_revision_are_kept_and_counted(postgresql: str) -> None:
     _run(postgresql, "CREATE DATABASE first_revision")
     url = make_url(postgresql).set(database="first_revision").render_as_string(hide_password=False)
     engine = create_engine(sqlalchemy_url(url))
@@ -126,3 +126,5 @@ def test_documents_of_the_first_revision_are_kept(postgresql: str) -> None:
         joined = "SELECT job_id, text FROM schedules JOIN documents ON digest = document"
         assert dict(connection.execute(joined).fetchall()) == dict(zip(jobs, texts, strict=True))
         assert connection.execute("SELECT count(*) FROM documents").fetchone() == (2,)
+        stored = dict(connection.execute("SELECT id, stored_bytes FROM jobs").fetchall())
+        assert stored == {job_id: len(text.encode()) for job_id, text in zip(jobs, texts, strict=True)}
