@@ -176,8 +176,10 @@ async def _body(request: Request, *media_types: str) -> bytes:
     if media_type not in media_types:
         detail = f"Content-Type is {media_type[:100]!a} but must be 'application/json'. Maybe it was not set."
         raise http_error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "not_json", detail)
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise http_error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "encoded", "the body is compressed. Maybe send it plain.")
+    if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
+        detail = "the body is compressed. Maybe send it plain."
+        headers = {"Accept-Encoding": "identity"}  # RFC 9110, 15.5.16
+        raise http_error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "encoded", detail, headers=headers)
     body = await request.body()
     if not body.strip():
         raise http_error(HTTPStatus.BAD_REQUEST, "empty", "the body is empty, but JSON is needed.")

@@ -268,7 +268,10 @@ class SecondsBudget:
 
 
 class Quota:
-    """Counts what is held. `name` is the code of the error; use it from one event loop."""
+    """Counts what is held. `name` is the code of the error; use it from one event loop.
+
+    Nobody takes more than is left, so that however many hold all they may, there is room for one who holds nothing.
+    """
 
     def __init__(self, name: str, most: int, most_of_one: int) -> None:
         self.name, self.most, self.most_of_one = name, most, most_of_one
@@ -286,8 +289,9 @@ class Quota:
         if self._held[owner] >= self.most_of_one:
             text = f"this caller has {self.most_of_one} {what} already, which is all that one key may have at once."
             raise retry_later(HTTPStatus.TOO_MANY_REQUESTS, f"too_many_{self.name}", text, retry_after_s=1)
-        if self.held >= self.most:
-            text = f"the server has {self.most} {what} already, which is all it takes at once."
+        if self._held[owner] >= self.most - self.held:
+            text = f"of the {self.most} {what} that the server takes at once, {self.held} are held, and the others are "
+            text += "for callers that hold fewer."
             raise retry_later(HTTPStatus.SERVICE_UNAVAILABLE, f"too_many_{self.name}", text, retry_after_s=1)
         self._held[owner] += 1
         try:

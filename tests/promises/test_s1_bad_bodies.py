@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_other_media_types(client: Client, media_type: str) -> None:
     answer = client.post("/v1/schedules", content=GOOD.encode(), headers={"Content-Type": media_type})
     assert answer.status_code == 415
     assert answer.json()["errors"][0]["code"] == "not_json"
+
+
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "zstd", "gzip, identity"])
+def test_compressed_bodies(client: Client, coding: str) -> None:
+    for content in (gzip.compress(GOOD.encode()), GOOD.encode()):
+        headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+        answer = client.post("/v1/schedules", content=content, headers=headers)
+        assert (answer.status_code, answer.headers["Accept-Encoding"]) == (415, "identity")
+        assert answer.json()["errors"][0]["code"] == "encoded"
+
+
+@pytest.mark.parametrize("coding", ["identity", "Identity", ""])
+def test_bodies_said_to_be_plain(client: Client, coding: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+    assert client.post("/v1/schedules?operation=validate", content=GOOD.encode(), headers=headers).status_code == 200
 
 
 @hypothesis_settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
