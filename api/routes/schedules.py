@@ -39,11 +39,16 @@ from api.process_pool import ProcessPool
 from api.routes.demo_data import BODIES
 from api.routes.documents import is_known, validated_by
 from api.service import Service, TheService
+from optpipe.problem import Problem
+from solver.scale import count_ops
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
 INLINE_BYTES = 64 * 2**10
 """Bodies up to here are parsed within milliseconds, and so at once; larger ones in a process of the pool."""
+
+INLINE_OPS = 2_000
+"""Ops up to which a schedule is made from that of an equal problem in this process, within milliseconds."""
 
 MOST_WAIT_S = 60.0
 MOST_JOBS = 200
@@ -139,7 +144,8 @@ async def submit_body(
         head, text = (await service.pool.run("parse_submission", body, owner, **options)).split(b"\n", 1)
         request = _large_request(head, text, service.pool, owner, idempotency_key)
     else:
-        request = _request(read_submission(body, service.caps, problem_alone), owner, idempotency_key)
+        document = read_submission(body, service.caps, problem_alone)
+        request = _request(document, service.pool, owner, idempotency_key)
     return await service.store.submit_request(request)
 
 
@@ -157,7 +163,7 @@ async def submit_batch(
         parsed = zip(lines[::2], lines[1::2], strict=True)
         requests = [_large_request(head, text, service.pool, owner, None) for head, text in parsed]
     else:
-        requests = [_request(document, owner, None) for document in read_batch(body, service.caps)]
+        requests = [_request(document, service.pool, owner, None) for document in read_batch(body, service.caps)]
     if idempotency_key is not None:
         whole = hashlib.sha256(b"batch" + b"".join(request.body_hash for request in requests)).digest()
         keys = [idempotency_key, *(f"{idempotency_key} {k}" for k in range(1, len(requests)))]
@@ -167,8 +173,10 @@ async def submit_batch(
     return await service.store.submit_all(requests)
 
 
-def _request(document: SubmissionBody, owner: UUID | None, idempotency_key: str | None) -> Request:
-    problem = ParsedProblem(document.problem)
+def _request(document: SubmissionBody, pool: ProcessPool, owner: UUID | None, idempotency_key: str | None) -> Request:
+    """A request from what was parsed here. A small body may have many ops: their schedule is made in the pool."""
+    many = count_ops(document.problem) > INLINE_OPS
+    problem = LongProblem(document.problem, pool, owner) if many else ParsedProblem(document.problem)
     return Request(problem, document.config, owner, idempotency_key, hash_submission(document))
 
 
@@ -201,7 +209,25 @@ def rate_headers(rate: SubmissionRate) -> dict[str, str]:
     }
 
 
-class LargeProblem(SubmittedProblem):
+class PooledProblem(SubmittedProblem):
+    """A problem whose schedule is made in a process of the pool, at the caller's expense."""
+
+    _pool: ProcessPool
+    _owner: UUID | None
+
+    async def build(self, orders: str, bound_us: float, method: str, solve_seconds: float) -> Built | None:
+        """See `SubmittedProblem.build`. Also None where the pool is busy or fails: the job is then queued."""
+        options = {"orders": orders, "bound_us": bound_us, "method": method, "solve_seconds": solve_seconds}
+        answer = b""
+        with suppress(HttpError):
+            answer = await self._pool.run("build_equal", self.text.encode(), self._owner, **options)
+        if not answer:
+            return None
+        head, text = answer.split(b"\n", 1)
+        return Built(text.decode(), *json.loads(head))
+
+
+class LargeProblem(PooledProblem):
     """A problem that only processes of the pool parse, so that it takes neither this process's time nor its memory."""
 
     def __init__(self, read: ReadSubmission, text: str, pool: ProcessPool, owner: UUID | None) -> None:
@@ -215,16 +241,13 @@ class LargeProblem(SubmittedProblem):
         """See `SubmittedProblem.equality`."""
         return self._equality
 
-    async def build(self, orders: str, bound_us: float, method: str, solve_seconds: float) -> Built | None:
-        """See `SubmittedProblem.build`. Also None where the pool is busy or fails: the job is then queued."""
-        options = {"orders": orders, "bound_us": bound_us, "method": method, "solve_seconds": solve_seconds}
-        answer = b""
-        with suppress(HttpError):
-            answer = await self._pool.run("build_equal", self.text.encode(), self._owner, **options)
-        if not answer:
-            return None
-        head, text = answer.split(b"\n", 1)
-        return Built(text.decode(), *json.loads(head))
+
+class LongProblem(PooledProblem, ParsedProblem):
+    """A problem that was parsed in this process, because it is small; but it has many ops."""
+
+    def __init__(self, problem: Problem, pool: ProcessPool, owner: UUID | None) -> None:
+        super().__init__(problem)
+        self._pool, self._owner = pool, owner
 
 
 def _job_response(job: Job, status: int = 200) -> Response:

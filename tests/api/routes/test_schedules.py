@@ -12,7 +12,7 @@ from httpx import Client
 
 from api.jobs.results import Equality
 from api.process_pool import ProcessPool
-from api.routes.schedules import INLINE_BYTES
+from api.routes.schedules import INLINE_BYTES, INLINE_OPS
 from api.settings import Settings
 from instances import HALF, uniform
 from optpipe.errors import MethodError
@@ -174,7 +174,7 @@ def test_text_of_any_language_can_be_given_and_found(idle: Client, text: str) ->
     path = f"/v1/schedules/{job['id']}"
     assert idle.patch(path, json=changed).json() == {**idle.get(path).json(), **changed}
     named = idle.post("/v1/schedules", json=body(name=text)).json()["id"]
-    for query in ({"tag": text}, {"name": text, "sort": "name", "limit": 1}):
+    for query in ({"tag": text}, {"name": text, "sort": "name", "limit": "1"}):
         listed = idle.get("/v1/schedules", params=query).json()
         assert len(listed["jobs"]) == 1
     following = {"name": text, "sort": "name", "limit": 1, "cursor": listed["cursor"]}
@@ -243,24 +243,45 @@ def test_a_schedule_that_is_known_is_not_sent_again(client: Client) -> None:
     assert other.status_code == 200
 
 
-def test_a_schedule_that_is_not_kept_is_made_once(
-    client: Client, service_settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tasks: list[str] = []
+@pytest.fixture
+def tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tasks of the pool's processes, as they are asked for."""
+    asked: list[str] = []
     run = ProcessPool.run
 
     async def counted(pool: ProcessPool, task: str, body: bytes, owner: UUID | None, **options: Any) -> bytes:
         assert owner is not None  # whose quota it is
-        tasks.append(task)
+        asked.append(task)
         return await run(pool, task, body, owner, **options)
 
+    monkeypatch.setattr(ProcessPool, "run", counted)
+    return asked
+
+
+@pytest.mark.parametrize(("microbatches", "made"), [(4, []), (INLINE_OPS, ["build_equal"])])
+def test_a_known_problem_with_many_ops_is_answered_by_the_pool(
+    client: Client, tasks: list[str], microbatches: int, made: list[str]
+) -> None:
+    known = {"problem": uniform(2, microbatches).to_data(), "config": {"method": "1f1b"}}
+    assert len(json.dumps(known)) < INLINE_BYTES
+    assert client.post("/v1/schedules", params={"wait": 50}, json=known).status_code == 200
+    renamed = known | {"problem": known["problem"] | {"name": "again"}}
+    tasks.clear()
+    assert client.post("/v1/schedules", json=renamed).json()["status"] == "succeeded"
+    assert tasks == made
+    renamed["problem"]["name"] = "and again"
+    client.post("/v1/batch/submit", json={"submissions": [renamed]})
+    assert tasks == made * 2
+
+
+def test_a_schedule_that_is_not_kept_is_made_once(client: Client, service_settings: Settings, tasks: list[str]) -> None:
     job_id = solved(client)["id"]
     path = f"/v1/schedules/{job_id}/schedule"
     kept = client.get(path)
     assert service_settings.database_url is not None
     with psycopg.connect(service_settings.database_url.get_secret_value()) as connection:
         assert connection.execute("DELETE FROM schedules WHERE job_id = %s", [job_id]).rowcount == 1
-    monkeypatch.setattr(ProcessPool, "run", counted)
+    tasks.clear()
     assert client.get(path, headers={"If-None-Match": kept.headers["etag"]}).status_code == 304
     assert tasks == []
     made = client.get(path)
