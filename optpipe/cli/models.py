@@ -25,7 +25,7 @@ def command(
     """
     from optpipe.cluster.model import load_model, named_models
 
-    found = [load_model(name) for name in ([model] if model else named_models())]
+    found = [load_model(name) for name in (named_models() if model is None else [model])]
     if as_json:
         print_json({"models": [_data(one) for one in found]})
         return 0

@@ -10,46 +10,62 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
+from optpipe.document import shown
 from optpipe.errors import InputError, Issue
 from optpipe.layers import MAX_LAYERS, LayerProfile
 from optpipe.partition import Partition
 
 LETTERS = "EtmL"
 
-_REPEATED = (re.compile(r"\(([^()]+)\)\*(\d{1,4})", re.ASCII), re.compile(r"([EtmL|])\*(\d{1,4})", re.ASCII))
-"""Parts that repeat, in the order in which Megatron-LM unrolls them."""
+_REPEATED = (re.compile(r"\(([^()]+)\)\*0*(\d{1,9})", re.ASCII), re.compile(r"([EtmL|])\*0*(\d{1,9})", re.ASCII))
+"""Parts that repeat, in the order in which Megatron-LM unrolls them; of a longer number nine digits say too much."""
+
+MOST_LETTERS = 2 * MAX_LAYERS
+"""Most letters and bars of a layout."""
 
 
 def parse_layout(text: str, field: str) -> list[str]:
     """The letters of each stage. Raises InputError that names the field."""
     layout = re.sub(r"[,\s]", "", text)
     for pattern in _REPEATED:
-        unrolled = sum(len(match[1]) * int(match[2]) for match in pattern.finditer(layout))
-        if unrolled > 2 * MAX_LAYERS:
-            detail = f"is {text!r}, which unrolls to {unrolled} letters and bars, but at most {2 * MAX_LAYERS} are read"
+        unrolled = len(layout) + sum(len(match[1]) * int(match[2]) for match in pattern.finditer(layout))
+        if unrolled > MOST_LETTERS:
+            detail = f"is {shown(text)}, which is too long: at most {MOST_LETTERS} letters and bars are read"
             raise InputError([Issue(field, "too_large", f"{detail}. Maybe a number has a digit too many.")])
         layout = pattern.sub(lambda match: match[1] * int(match[2]), layout)
     if wrong := sorted(set(layout) - {*LETTERS, "|"}):
         detail = (
-            f"is {text!r}, in which {' '.join(wrong)} has no meaning: layers are E, t, m and L, bars divide stages, "
-            "t*3 and (tt|)*30 repeat. Maybe Et|(tt|)*30L."
+            f"is {shown(text)}, in which {shown(' '.join(wrong))} has no meaning: layers are E, t, m and L, "
+            "bars divide stages, t*3 and (tt|)*30 repeat. Maybe Et|(tt|)*30L."
         )
         raise InputError([Issue(field, "no_layout", detail)])
     order = layout.replace("|", "")
     if not re.fullmatch("Et+m*L", order):
-        detail = f"is {text!r}: in the order of the model a layout is one E, layers t, perhaps m, and one L"
+        detail = f"is {shown(text)}: in the order of the model a layout is one E, layers t, perhaps m, and one L"
         raise InputError([Issue(field, "no_layout", f"{detail}. Maybe Et*{max(1, order.count('t'))}L, with bars.")])
     return layout.split("|")
 
 
-def partition_of_layout(text: str, profile: LayerProfile, devices: int, field: str) -> Partition:
-    """Cut the layers of a profile as a layout says; its E and L may have no layers of their own there.
+_COUNTED = ("EtmL", "EtL", "tmL", "Etm", "tL", "Et", "tm", "t")
+"""Letters that may be the layers of a profile, the likely ones first: a profile often lacks multi-token prediction."""
 
-    Raises InputError where layers, stages and devices do not fit.
+
+def _has_embedding_and_head(profile: LayerProfile) -> tuple[bool, bool]:
+    """True for each of them that a profile has by the names of its first and last layer."""
+    first, last = (profile.each_layer[k].name.lower() for k in (0, -1))
+    return "emb" in first, "head" in last
+
+
+def partition_of_layout(text: str, profile: LayerProfile, devices: int, field: str) -> Partition:
+    """Cut the layers of a profile as a layout says; its E, m and L may have no layers of their own there.
+
+    E and L have one where the profile names it. Raises InputError where layers, stages and devices do not fit.
     """
     stages = parse_layout(text, field)
     letters, layers = "".join(stages), len(profile.each_layer)
-    counted = next((of for of in (LETTERS, "tmL", "Etm", "tm") if sum(map(letters.count, of)) == layers), None)
+    named = {letter for letter, has in zip("EL", _has_embedding_and_head(profile), strict=True) if has}
+    fitting = (of for of in _COUNTED if named <= {*of} and sum(map(letters.count, of)) == layers)
+    counted = next(fitting, None)
     if len(stages) % devices:
         detail = f"has {len(stages)} stages, which {devices} devices do not divide. Maybe --devices"
         likely = next((n for n in range(devices, 0, -1) if len(stages) % n == 0), 1)
@@ -80,12 +96,11 @@ def layout_text(sizes: Sequence[int], *, has_embedding: bool = True, has_head: b
 
 def layout_of_partition(partition: Partition, profile: LayerProfile) -> str | None:
     """Layout string of a cut; None where Megatron-LM has no such placement, or the model no embedding and head."""
-    first, last = (profile.each_layer[k].name.lower() for k in (0, -1))
     stages = len(partition.sizes)
     in_a_loop = stages % partition.devices == 0 and all(
         s % partition.devices == d for s, d in enumerate(partition.placement)
     )
-    if len(profile.each_layer) < 3 or "emb" not in first or "head" not in last or not in_a_loop:
+    if len(profile.each_layer) < 3 or not all(_has_embedding_and_head(profile)) or not in_a_loop:
         return None
     return layout_text(partition.sizes)
 

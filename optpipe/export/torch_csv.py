@@ -218,7 +218,8 @@ class _Action:
 
 def _ranks(text: str, source: str) -> list[list[_Action]]:
     """Actions of each rank; empty cells are idle steps. Raises InputError for a cell that is no action."""
-    rows = [[cell.strip().strip('"') for cell in line.split(",")] for line in text.rstrip().splitlines()]
+    lines = text.removeprefix("\ufeff").rstrip().splitlines()
+    rows = [[cell.strip().strip('"') for cell in line.split(",")] for line in lines]
     ranks: list[list[_Action]] = []
     issues = []
     for r, row in enumerate(rows):
@@ -307,9 +308,11 @@ def _other_orders(compute: Sequence[Sequence[Op]], order: Sequence[int]) -> Iter
             if place[op.microbatch] < place[before.microbatch]:
                 detail = (
                     f"rank {r} runs {before} before {op}, but in a schedule the ops of all stages take microbatches "
-                    "in one order. Maybe it is of ScheduleLoopedBFS, whose backwards begin with the last microbatch."
+                    "in one order. Maybe "
                 )
-                yield Issue("", "other_order", detail)
+                by_class = "it is of ScheduleLoopedBFS, whose backwards begin with the last microbatch."
+                fix = "two cells are exchanged." if op.kind == "F" else by_class
+                yield Issue("", "other_order", detail + fix)
                 return
             latest[row] = op
 

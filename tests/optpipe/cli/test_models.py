@@ -31,3 +31,4 @@ def test_what_is_no_model(cli: Cli) -> None:
     assert (
         run.err == "error: MODEL is 'llama-3-70b', which is no known model and no config.json. Maybe 'llama-3.1-70b'.\n"
     )
+    assert cli("models", "").err.startswith("error: MODEL is '', which is no known model")

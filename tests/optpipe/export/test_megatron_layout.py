@@ -40,14 +40,18 @@ def test_what_is_written_is_read(sizes: list[int], has_embedding: bool, has_head
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("EtX|L", "in which X has no meaning"),
+        ("EtX|L", "in which 'X' has no meaning"),
         ("Et|t", "is one E, layers t, perhaps m, and one L. Maybe"),
         ("t|L", "is one E, layers t, perhaps m, and one L. Maybe"),
         ("EtLt", "is one E, layers t, perhaps m, and one L. Maybe"),
         ("", "is one E, layers t, perhaps m, and one L. Maybe"),
-        ("E(t*999|)*999L", "but at most 4000 are read. Maybe a number has a digit too many."),
-        ("E(t*99|)*99L", "but at most 4000 are read. Maybe a number has a digit too many."),
-        ("E((t|)*2)*2L", "( ) * 2 has no meaning"),
+        ("E(t*999|)*999L", "at most 4000 letters and bars are read. Maybe a number has a digit too many."),
+        ("E(t*99|)*99L", "at most 4000 letters and bars are read. Maybe a number has a digit too many."),
+        ("E(t|)*10000L", "at most 4000 letters"),
+        ("(t|)*999999999999999999L", "at most 4000 letters"),
+        ("Et*00000000001001|" * 4, "at most 4000 letters"),
+        ("E" + "t" * 10**6 + "L", "is 'Ettt"),
+        ("E((t|)*2)*2L", "'( ) * 2' has no meaning"),
     ],
 )
 def test_strings_that_are_no_layout(text: str, message: str) -> None:
@@ -55,6 +59,7 @@ def test_strings_that_are_no_layout(text: str, message: str) -> None:
         parse_layout(text, "--layout")
     assert message in str(caught.value)
     assert str(caught.value).startswith("--layout is ")
+    assert len(str(caught.value)) < 300
 
 
 def profile(*layers: tuple[str, int]) -> LayerProfile:
@@ -69,6 +74,22 @@ def test_a_layout_cuts_the_layers_of_a_profile() -> None:
     layout = partition_of_layout("Et|t|tt|tL", whole, 2, "--layout")
     assert (layout.sizes, layout.placement) == ((2, 1, 2, 2), (0, 1, 0, 1))
     assert partition_of_layout("Et|t|tt|tL", profile(("layer", 5)), 4, "--layout").sizes == (1, 1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes"),
+    [
+        ([("embedding", 1), ("layer", 5), ("head", 1)], (2, 1, 2, 2)),
+        ([("embedding", 1), ("layer", 5), ("mtp", 1), ("head", 1)], (2, 1, 2, 3)),
+        ([("embedding", 1), ("layer", 5)], (2, 1, 2, 1)),
+        ([("layer", 5), ("head", 1)], (1, 1, 2, 2)),
+        ([("block", 7)], (2, 1, 2, 2)),
+    ],
+)
+def test_multi_token_prediction_may_have_no_layer_in_the_profile(
+    layers: list[tuple[str, int]], sizes: tuple[int, ...]
+) -> None:
+    assert partition_of_layout("Et|t|tt|tmL", profile(*layers), 2, "--layout").sizes == sizes
 
 
 @pytest.mark.parametrize(

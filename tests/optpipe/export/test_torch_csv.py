@@ -289,6 +289,11 @@ def test_what_is_written_is_read_with_the_costs_of_its_problem(problem: Problem,
     assert torch_csv(read_torch_csv(text.encode(), "a.csv").schedule) == text
 
 
+def test_what_spreadsheets_and_editors_add_is_left_out() -> None:
+    for text in ("\ufeff0F0,0B0\n1F0,1B0", "0F0,0B0,,\r\n1F0 , 1B0\r\n\r\n", '"0F0","0B0"\n"1F0","1B0"\n'):
+        assert torch_csv(read_torch_csv(text.encode(), "a.csv").schedule) == "0F0,0B0\n1F0,1B0\n"
+
+
 def test_an_order_of_the_microbatches_is_read() -> None:
     assert read_torch_csv(b"0F1,0B1,0F0,0B0", "a.csv").schedule.microbatch_order == [1, 0]
 
@@ -304,6 +309,10 @@ def test_an_order_of_the_microbatches_is_read() -> None:
         ("0F0,0B0,0F1", "has 1 F, 0 I or B and 0 W of stage 0, microbatch 1 (1 of 1 stages and 2 microbatches are"),
         ("0F0,0F0,0B0", "has 2 F, 1 I or B and 0 W of stage 0, microbatch 0"),
         ("0F0,0I0,0B0,0W0", "has 1 F, 2 I or B and 1 W of stage 0, microbatch 0"),
+        (
+            "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1",
+            "rank 1 runs F1.1 before F1.0, but in a schedule the ops of all stages take",
+        ),
         ("0F0,0F1", "has forwards alone, but a training step is read. Maybe"),
         ("0B0,0UNSHARD", "has no forward"),
         ("0F0,0B0,99F99999", "has 3 ops, too few for 100 stages and 100000 microbatches. Maybe"),
