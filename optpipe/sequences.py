@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from optpipe.document import parse_json, read_bounded, shown, utf8_text
 from optpipe.errors import InputError, Issue
-from optpipe.fields import MAX_COUNT
+from optpipe.fields import MAX_COUNT, MAX_FACTOR
 from optpipe.layers import Layer, LayerProfile
 
 SliceBy = Literal["compute", "length"]
@@ -116,19 +116,25 @@ Lengths = Sequence[Sequence[int]]
 def microbatch_factors(profile: LayerProfile, lengths: Lengths) -> list[dict[str, float]]:
     """Factors of microbatches of these documents (`Problem.microbatch_factors`), beside the profile's microbatch.
 
-    The time is that of the whole model: one factor holds for all stages and ops.
+    The time is that of the whole model: one factor holds for all stages and ops. Raises InputError for a microbatch
+    that is too large beside the profile's.
     """
     sequence = require_attention(profile, "lengths")
     total_us, fixed_us, attention_us = model_times_us(profile)
     factors = []
-    for documents in lengths:
+    for i, documents in enumerate(lengths):
         tokens = sum(documents) / (profile.microbatch_size * sequence)
         pairs = sum(length**2 for length in documents) / (profile.microbatch_size * sequence**2)
         time_us = fixed_us + (total_us - fixed_us - attention_us) * tokens + attention_us * pairs
         size = round(tokens, DECIMALS)
-        factors.append(
-            {"time": round(time_us / total_us if total_us else 1.0, DECIMALS), "bytes": size, "transfer": size}
-        )
+        time = round(time_us / total_us if total_us else 1.0, DECIMALS)
+        if max(time, size) > MAX_FACTOR:
+            detail = f"has {sum(documents):,} tokens, {max(time, size):,.0f} times the work of the profile's"
+            limit = (
+                f"microbatch of {profile.microbatch_size * sequence:,}, but at most {MAX_FACTOR:,} times is possible"
+            )
+            raise InputError([Issue(("--lengths", i), "out_of_range", f"{detail} {limit}. Maybe a digit too many.")])
+        factors.append({"time": time, "bytes": size, "transfer": size})
     return factors
 
 

@@ -29,8 +29,8 @@ def number_text(value: float, decimals: int) -> str:
 
 
 def share_text(share: float) -> str:
-    """A share as a percentage with two decimals."""
-    return f"{100 * share:.2f} %"
+    """A share as a percentage with two decimals; no sign of a zero, which rounding makes of a bubble."""
+    return f"{100 * share:z.2f} %"
 
 
 def time_unit(span_us: float) -> Unit:

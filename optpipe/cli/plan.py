@@ -540,9 +540,9 @@ def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None)
     given = min((one for one in judged if one.candidate.cut == GIVEN), key=lambda one: one.value_us, default=None)
     if given is not None:
         slower = f"{given.value_us / best.value_us - 1:+.1%} against the best" if given is not best else "the best"
-        bound = f"at least {us_text(given.bound_us)} by any schedule"
+        bound = f"; at least {us_text(given.bound_us)} by any schedule" if given.bound_us else ""
         console.print(
-            f"--layout takes {us_text(given.value_us)} by {given.schedule.method}, {slower}; {bound}"
+            f"--layout takes {us_text(given.value_us)} by {given.schedule.method}, {slower}{bound}"
             if given.schedule
             else f"--layout has no schedule: {given.why_not}"
         )

@@ -145,6 +145,14 @@ def test_factors_of_microbatches() -> None:
     assert [entry["bytes"] for entry in factors] == [entry["transfer"] for entry in factors] == [1, 2, 1, 0.5]
 
 
+def test_a_microbatch_too_large_for_a_factor_is_named() -> None:
+    """Of 62,500 times the tokens, two thirds of the time grow with them, a third with their square."""
+    with pytest.raises(
+        InputError, match=r"^--lengths\[1\] has 1,000,000 tokens, 1,302,125,000 times the work .* Maybe a"
+    ):
+        microbatch_factors(attending(), [[16], [1_000_000]])
+
+
 def test_evened_lengths() -> None:
     assert evened([[10], [20], [60]]) == [[30]] * 3
     assert evened([[10, 10], [20, 20, 20], [20]]) == [[17, 17]] * 3

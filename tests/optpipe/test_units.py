@@ -59,7 +59,11 @@ def test_exact_times(time_us: float, decimals: int, text: str) -> None:
 
 
 def test_exact_shares_have_two_decimals() -> None:
-    assert [share_text(share) for share in (0, 0.00004, 1 / 3, -0.5)] == ["0.00 %", "0.00 %", "33.33 %", "-50.00 %"]
+    assert [share_text(share) for share in (0, 0.00004, -1e-9, 1 / 3, -0.5)] == [
+        *["0.00 %"] * 3,
+        "33.33 %",
+        "-50.00 %",
+    ]
 
 
 @pytest.mark.parametrize("kind", OP_LOOKS)

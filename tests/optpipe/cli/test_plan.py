@@ -127,7 +127,7 @@ def test_a_layout_of_megatron_is_costed_and_compared(cli: Cli, tmp_path: Path) -
     for layout, message in (
         ("Ett|t|tL", "--layout has 3 stages, which 2 devices do not divide. Maybe --devices 1."),
         ("Et|L", "--layout has 3 layers (1 E, 1 t, 0 m, 1 L), but the profile has 6."),
-        ("zigzag", "--layout is 'zigzag', in which a g i z has no meaning"),
+        ("zigzag", "--layout is 'zigzag', in which 'a g i z' has no meaning"),
     ):
         run = cli("plan", path, *options, "--layout", layout)
         assert run.code == 2
