@@ -218,8 +218,7 @@ class _Action:
 
 def _ranks(text: str, source: str) -> list[list[_Action]]:
     """Actions of each rank; empty cells are idle steps. Raises InputError for a cell that is no action."""
-    lines = text.removeprefix("\ufeff").rstrip().splitlines()
-    rows = [[cell.strip().strip('"') for cell in line.split(",")] for line in lines]
+    rows = [[cell.strip().strip('"') for cell in line.split(",")] for line in text.rstrip().splitlines()]
     ranks: list[list[_Action]] = []
     issues = []
     for r, row in enumerate(rows):
