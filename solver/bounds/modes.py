@@ -21,6 +21,9 @@ from solver.variants import Variant, fitting_variants
 ROUNDING = 1e-9
 """Share by which the solution of a linear program may exceed its optimum."""
 
+SMALLEST = 1e-6
+"""Least factor of a linear program that surely counts: HiGHS leaves out those up to 1e-9."""
+
 Backward = Literal["B", "BW"]
 
 MOST_DEVICES = 48
@@ -103,10 +106,15 @@ class _Program:
         self.values.append((terms, value))
 
     def least(self) -> float:
-        """The least value of the first column, infinity where nothing fulfils the rows."""
+        """The least value of the first column, infinity where nothing fulfils the rows.
+
+        0 where the solver would take a factor for nothing and the bound would so become too large: a negative one.
+        """
         from scipy.optimize import linprog  # slow to load, and only for problems with modes
 
         (limited, limits), (equal, values) = self._rows(self.limits), self._rows(self.values)
+        if np.any((limited < 0) & (limited > -SMALLEST)):
+            return 0.0
         goal = np.eye(self.columns)[0]
         solved = linprog(goal, A_ub=limited, b_ub=limits, A_eq=equal, b_eq=values, method="highs")
         if solved.status == INFEASIBLE:

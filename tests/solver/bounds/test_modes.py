@@ -17,7 +17,7 @@ from solver.exact.cp_sat.model import solve_cp_sat
 from solver.limits import Limits
 from solver.serial import serial_orders
 from solver.solution import Solution
-from tests.recomputing import random_pipeline, random_recomputing, recomputing
+from tests.recomputing import FULL, random_pipeline, random_recomputing, recomputing
 from tests.sample import some
 
 
@@ -77,6 +77,15 @@ def test_what_cannot_be_kept_is_recomputed_inside_every_backward(budget: int | N
     assert lower_bound_us(problem) >= bound_us
     if budget in (None, 120):
         assert lower_bound_us(problem) == bound_us
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_times_so_short_that_a_solver_leaves_them_out(devices: int) -> None:
+    """A bound is at most the value of the serial order, and 10^-9 of that of the same problem in us."""
+    names = ("forward_us", "backward_input_us", "backward_weight_us")
+    tiny = recomputing(devices, 3, [FULL | {"recompute_us": 1e-9}], budget=21, **dict.fromkeys(names, 1e-9))
+    assert max(mode_bounds_us(tiny)) <= lower_bound_us(recomputing(devices, 3, budget=21)) * 1.000001e-9
+    assert lower_bound_us(tiny) <= simulate(tiny, serial_orders(tiny)).value_us * 1.000001
 
 
 def test_recomputing_saves_byte_time_for_compute() -> None:
