@@ -244,9 +244,12 @@ class HuggingFace:
         return config
 
     def _run_config(self) -> PretrainedConfig:
-        """A copy for the model that runs: without the cache of `generate`, and the losses of its own."""
+        """A copy for the model that runs: outputs by name, no cache of `generate`, and the losses of its own."""
         config = copy.deepcopy(self.config)
         config.use_cache = False
+        for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+            if part is not None:
+                part.return_dict = True  # models take the outputs of their parts apart by name
         if hasattr(config, "output_router_logits"):
             config.output_router_logits = False
         return config

@@ -328,6 +328,19 @@ def test_a_model_that_hands_on_more_than_hidden_states_is_refused(monkeypatch: p
         HuggingFace(saved("llama"), 2)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_a_configuration_that_asks_for_outputs_in_tuples_is_run_by_name(name: str, tmp_path: Path) -> None:
+    """With it transformers itself fails where a model takes the output of its part apart by name."""
+    for file in Path(saved(name).removeprefix("hf:")).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"return_dict": False}))
+    x = tiny_models.batch(0)[0][0]
+    with torch.no_grad():
+        found, expected = (output_of(HuggingFace(n, 2).build_stages(), x) for n in (f"hf:{tmp_path}", saved(name)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_loss_and_gradients_are_those_of_transformers(name: str, stages: int) -> None:
