@@ -108,13 +108,14 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
     with module_state.unchanged([*plain_modules, model.task.loss], model.hardware):
         plain_loss = reference_step(plain_modules, model.task.loss, *plain_batch, autocast, drawing)
     limits = _gradient_limits(model, plain_modules, plain_batch, plain_loss, drawing)
-    first, second, live_bytes = MemoryMeter(), MemoryMeter(), []
+    first, second = MemoryMeter(), MemoryMeter()
     with unchanged(model):
         losses = model.run(*model.own_part(batch), first)
         errors = gradient_errors(model, plain_modules)
-        live_bytes.append({d: first.live_bytes[d] for d in model.devices})
+        left_bytes = {d: first.live_bytes[d] for d in model.devices}
         model.run(*model.own_part(batch), second)
-        live_bytes.append({d: second.live_bytes[d] for d in model.devices})
+        # Less what it has freed of the first step's: a forward may replace a buffer.
+        grown_bytes = {d: second.live_bytes[d] + first.live_bytes[d] - left_bytes[d] for d in model.devices}
     if any(model.launch.gather(not all(stage.splits for stage in model.stages.values()))):
         with unchanged(model):  # once more: under a meter the code of torch.compile does not run
             losses = model.run(*model.own_part(batch))
@@ -124,7 +125,7 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
         {
             "peak_bytes": second.peak_bytes[d],
             "planned_peak_bytes": planned[d],
-            "live_bytes": [live[d] for live in live_bytes],
+            "live_bytes": [left_bytes[d], grown_bytes[d]],
             "host_peak_bytes": model.pipeline.host_slabs[d].peak_bytes,
             "schedule_peak_bytes": scheduled[d].peak_bytes if scheduled else None,
             "budget_bytes": scheduled[d].budget_bytes if scheduled else None,

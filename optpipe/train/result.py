@@ -125,9 +125,9 @@ class DeviceMemory:
 
     `peak_bytes`: the most that was alive at once (activations, workspace, received messages; not weights, gradients,
     optimizer state). `planned_peak_bytes`: the same by the program's order with the sizes of single ops measured
-    alone, the largest of all microbatches. `live_bytes`: what each of two steps, one after the other, left alive: the
-    first may fill caches, the second leaves 0 unless something leaks. `host_peak_bytes`: the most that its offloads
-    held on the host.
+    alone, the largest of all microbatches. `live_bytes`: what each of two steps, one after the other, left alive beyond
+    what was there before it: the first may fill caches, the second leaves 0 unless something leaks. `host_peak_bytes`:
+    the most that its offloads held on the host.
 
     `schedule_peak_bytes`: the peak with the sizes that the schedule was solved for, and `budget_bytes` its budget with
     the messages beside it; None where the schedule is another model's, and where there is no budget.

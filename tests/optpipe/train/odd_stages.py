@@ -71,6 +71,22 @@ class Hoarding(nn.Linear):
         return self.kept[-1]
 
 
+class Averaging(nn.Linear):
+    """Puts another tensor in the place of its buffer."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.training:
+            self.mean = self.mean.lerp(y.detach().mean(0), 0.1)
+        return y
+
+
 class Drifting(nn.Linear):
     """Returns a little more with each call of any of its kind, until it begins anew."""
 
@@ -104,6 +120,11 @@ def growing() -> Built:
 def hoarding() -> Built:
     """The last stage leaves memory alive."""
     return _built([nn.Linear(WIDTH, WIDTH), Hoarding()])
+
+
+def averaging() -> Built:
+    """Both stages replace a buffer in each forward."""
+    return _built([Averaging(), Averaging()])
 
 
 def dropout() -> Built:

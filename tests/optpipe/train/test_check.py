@@ -51,6 +51,12 @@ def test_the_steps_are_equal(stages: str) -> None:
     assert all(device.live_bytes == (0, 0) for device in found.devices)
 
 
+def test_a_buffer_that_is_replaced_is_no_leak() -> None:
+    found = checked("averaging")
+    assert found.failures == ()
+    assert [device.left_bytes for device in found.devices] == [0, 0]
+
+
 def test_a_step_that_draws_other_numbers_is_another_step() -> None:
     """So the check above sees the random numbers."""
     model = Model(config("dropout"), compile_schedule(SCHEDULE), Launch(2))
