@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -182,7 +183,7 @@ def _initialise_lazy(build: Named, stages: Iterable[nn.Module], inputs: Tree) ->
             try:
                 received = stage(received)
             except Exception as error:
-                detail = f"has lazy parameters, but stages[{s}] fails on its first input: {_text_of(error)}."
+                detail = f"has lazy parameters, but stages[{s}] fails on its first input: {error_text(error)}."
                 build.refuse("lazy", detail)
             if lazy := _lazy_in(stage):
                 detail = f"returns stages[{s}] with the lazy {lazy[0]}, which its forward does not use. Maybe drop it."
@@ -210,7 +211,7 @@ class Named:
             except Exception as error:
                 numbers = ", ".join(str(argument) for argument in arguments if isinstance(argument, int))
                 given = f" when called with {numbers}" if numbers else ""
-                self.refuse("failed", f"raises {_text_of(error)}{given}.")
+                self.refuse("failed", f"raises {error_text(error)}{given}.")
 
     def refuse(self, code: str, detail: str) -> NoReturn:
         """Raise InputError naming this callable."""
@@ -224,7 +225,7 @@ class Named:
             module = import_module(module_name)
         except Exception as error:
             maybe = " Maybe run from the folder that it is in." if isinstance(error, ModuleNotFoundError) else ""
-            self.refuse("not_imported", f"cannot be imported: {_text_of(error)}.{maybe}")
+            self.refuse("not_imported", f"cannot be imported: {error_text(error)}.{maybe}")
         found = getattr(module, attribute, None)
         if not callable(found):
             callables = [name for name, value in vars(module).items() if callable(value)]
@@ -263,13 +264,16 @@ def _current_folder_importable() -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def _text_of(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Text of an exception, with the place in the user's file that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1] if frames else None
-    outside = last is None or last.filename.startswith("<frozen") or last.filename == __file__
-    place = "" if outside or last is None else f" at {Path(last.filename).name}:{last.lineno}"
-    return f"{type(error).__name__}: {str(error).rstrip('.')}{place}"
+    text, frames = str(error), traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, str(frame.lineno)) for frame in frames[-1:]]
+    if "\nOriginal Traceback" in text:  # of a process that loads data: a text of many lines
+        places = re.findall(r'File "(.+)", line (\d+)', text)[-1:]
+        text = text.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
+    outside = not places or places[0][0].startswith("<frozen") or places[0][0] == __file__
+    place = "" if outside else f" at {Path(places[0][0]).name}:{places[0][1]}"
+    return f"{type(error).__name__}: {text.rstrip('.')}{place}"
 
 
 GRADIENT_SCALE = 1e-3

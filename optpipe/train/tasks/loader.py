@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from optpipe.errors import CheckpointError
-from optpipe.profile.subject import Named, check_tensors
+from optpipe.profile.subject import Named, check_tensors, error_text
 from optpipe.runtime.messages import Spec, Tree, leaves, message_spec, spec_text
 from optpipe.runtime.module_state import unchanged
 from optpipe.runtime.shapes import alike
@@ -147,8 +147,6 @@ class LoadedBatches:
         for replica in wanted:
             reader = _Reader(self._build, config.seed, replica, replicas)
             read[replica] = [reader.next() for _ in range(self._microbatches)]
-            if self._like is None:
-                self._like = message_spec(read[replica][0])
             for item in read[replica]:
                 self._check(self._build, item, "in step 0")
             self._check_last_of_epoch(reader)
@@ -159,6 +157,7 @@ class LoadedBatches:
         """Raise InputError unless a microbatch has the shapes of the first one, or sizes may vary."""
         for part in item:
             check_tensors(build.name, "a microbatch", part, "loader")
+        self._like = self._like or message_spec(item)
         if (found := message_spec(item)) != self._like and not self._is_varied(found):
             build.refuse(
                 "wrong_shape",
@@ -207,7 +206,9 @@ class _Reader:
             self._iterator, self._epoch, self._index = None, self._epoch + 1, 0
             item = self._next()
         if item is None:
-            self._build.refuse("empty", f"returns a loader that yields nothing in epoch {self._epoch}.")
+            once = isinstance(self._loader, Iterator)
+            maybe = " Maybe return a DataLoader or a list: an iterator is read once." if once else ""
+            self._build.refuse("empty", f"returns a loader that yields nothing in epoch {self._epoch}.{maybe}")
         return self._split(item)
 
     def last_of_epoch(self) -> tuple[int, tuple[Tree, Tree]] | None:
@@ -215,19 +216,23 @@ class _Reader:
         loader = self._loader
         if isinstance(loader, Sequence) and loader:
             return len(loader) - 1, self._split(loader[-1])
-        batches = getattr(loader, "batch_sampler", None)
-        if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler or batches.drop_last:
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return None
-        if isinstance(loader.dataset, IterableDataset):
-            return None
+        batches: Any = loader.batch_sampler
         try:
-            with unchanged([batches.sampler], CPU), self._drawing(0, -2):
-                full, left = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
-                if not left:
+            with unchanged([batches], CPU), self._drawing(0, -2):
+                if isinstance(batches, Sequence):
+                    full, rows = len(batches) - 1, batches[-1]
+                elif type(batches) is BatchSampler and not batches.drop_last:
+                    full, left = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
+                    rows = list(islice(batches.sampler, left))
+                else:
+                    return None
+                if not rows:
                     return None
                 [item] = DataLoader(
                     loader.dataset,
-                    batch_sampler=[list(islice(batches.sampler, left))],
+                    batch_sampler=[rows],
                     collate_fn=loader.collate_fn,
                     num_workers=min(loader.num_workers, 1),  # a data set may open files in each of its processes
                     worker_init_fn=loader.worker_init_fn,
@@ -272,7 +277,8 @@ class _Reader:
             except StopIteration:
                 return None
             except Exception as error:
-                self._build.refuse("failed", f"returns a loader that raises {type(error).__name__}: {error}.")
+                where = f"microbatch {self._index} of epoch {self._epoch}"
+                self._build.refuse("failed", f"returns a loader that raises {error_text(error)}, for {where}.")
         self._index += 1
         return item
 
@@ -310,7 +316,7 @@ def _hint(found: Spec, like: Spec) -> str:
         return ""
     [[rows], [wanted]] = *rows, *wanted
     if rows < wanted:
-        return " Maybe drop_last=True in its DataLoader: the last batch of an epoch has fewer rows."
+        return " Maybe drop_last=True in its DataLoader or batch sampler: the last batch of an epoch has fewer rows."
     return f" Maybe batch_size={wanted} in its DataLoader." if rows > wanted else " Maybe pad them to one size."
 
 

@@ -85,6 +85,34 @@ def streaming(_replica: int, _replicas: int) -> DataLoader[Any]:
     return DataLoader(Finite(), batch_size=ROWS)
 
 
+def of_a_list(replica: int, _replicas: int) -> DataLoader[Any]:
+    """Batches that were made before."""
+    return DataLoader(Rows(replica), batch_sampler=[[n, n + 1] for n in range(0, 12, 2)] + [[12]])
+
+
+class Broken(Rows):
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+        if n == 5:
+            raise OSError("the disk is gone")
+        return super().__getitem__(n)
+
+
+def broken(replica: int, _replicas: int) -> DataLoader[Any]:
+    return DataLoader(Broken(replica), batch_size=ROWS)
+
+
+def broken_elsewhere(replica: int, _replicas: int) -> DataLoader[Any]:
+    return DataLoader(Broken(replica), batch_size=ROWS, num_workers=1)
+
+
+def once(replica: int, _replicas: int) -> Iterator[Any]:
+    return iter(DataLoader(Rows(replica), batch_size=ROWS))
+
+
+def texts(_replica: int, _replicas: int) -> list[Any]:
+    return [("a", "b")]
+
+
 def wider(replica: int, _replicas: int) -> DataLoader[Any]:
     return DataLoader(Rows(replica), batch_size=2 * ROWS)
 

@@ -84,6 +84,10 @@ def test_a_checked_step_has_the_data_of_all_replicas() -> None:
             "numbers",
             "returns a loader of int, but must yield (inputs, target) or a dict with labels, of one microbatch",
         ),
+        ("texts", "returns str in a microbatch, but a tensor, or a tuple, list or dict of them is needed"),
+        ("once", "yields nothing in epoch 1. Maybe return a DataLoader or a list: an iterator is read once."),
+        ("broken", "raises OSError: the disk is gone at loaders.py:96, for microbatch 2 of epoch 0."),
+        ("broken_elsewhere", "raises OSError: the disk is gone at loaders.py:96, for microbatch 2 of epoch 0."),
         ("no_loader", "returns int, but must return a loader of (inputs, target) or a dict with labels"),
     ],
 )
@@ -103,6 +107,7 @@ WIDER = rf"returns \(float32\[4, 3\].* to evaluate, but {OWN}:shuffled returned 
     ("config", "message"),
     [
         (config_of("uneven"), rf"will return {ROWS_1} in step 1, at the end of its .*{SMALLER}"),
+        (config_of("of_a_list"), rf"will return {ROWS_1} in step 1, at the end of its .*{SMALLER}"),
         (config_of("listed"), rf"will return {ROWS_1} in step 1, at the end of its .*{SMALLER}"),
         (replace(config_of("shuffled", evaluation_loader=f"{loaders.__name__}:wider"), evaluate=1), WIDER + "Maybe b"),
         (
@@ -119,7 +124,14 @@ WIDER = rf"returns \(float32\[4, 3\].* to evaluate, but {OWN}:shuffled returned 
             r"returns float32\[4, 3\] as inputs\[0\] of step 7, but .* returns float32\[2, 3\]\. Maybe pad",
         ),
     ],
-    ids=["last of an epoch", "last of a list", "wider evaluation", "last of an evaluation", "evaluation of a callable"],
+    ids=[
+        "last of an epoch",
+        "last of a list of rows",
+        "last of a list",
+        "wider evaluation",
+        "last of an evaluation",
+        "evaluation of a callable",
+    ],
 )
 def test_sizes_that_do_not_fit_are_refused_before_the_training(config: TrainingConfig, message: str) -> None:
     reports: list[StepReport] = []
