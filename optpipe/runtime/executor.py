@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optpipe.compile.program import BACKWARDS, Action, Message, Program, excerpt
-from optpipe.errors import TrainingError
+from optpipe.errors import RunFailedError, TrainingError
 from optpipe.mode_names import IN_LOW_PRECISION
 from optpipe.runtime.activations import HostSlabs
 from optpipe.runtime.channel import Channel, Direction, TreeReceipt, open_channel
@@ -23,7 +23,7 @@ from optpipe.runtime.messages import Spec, Tree
 from optpipe.runtime.recorder import MemoryMeter, Recorder
 from optpipe.runtime.stage import Stage
 from optpipe.runtime.streams import Streams, Work
-from optpipe.runtime.transport import Transport
+from optpipe.runtime.transport import Transport, is_peer_error
 
 Reducer = Callable[[], None]
 """Sums the gradients of one stage over its replicas."""
@@ -338,7 +338,8 @@ class DeviceExecutor:
     def advance(self, most: int | None = None) -> int:
         """Run actions, at most `most`, until one needs a message that has not arrived; return how many ran.
 
-        Raises TrainingError that shows the program around a failed action.
+        Raises TrainingError that shows the program around a failed action, RunFailedError where that was left without a
+        message of another process.
         """
         calls, gates = self._calls, self._gates
         index = begin = self._index
@@ -352,10 +353,14 @@ class DeviceExecutor:
                 index += 1
         except Exception as error:
             self._index = index
-            raise TrainingError(
-                f"device {self.number} failed at {self.next_action}, action {index} of {len(self._actions)}: "
-                f"{type(error).__name__}: {error}\n{self.excerpt()}"
-            ) from error
+            where = f"{self.next_action}, action {index} of {len(self._actions)}"
+            what = f"{type(error).__name__}: {error}"
+            if is_peer_error(error):
+                raise RunFailedError(
+                    f"device {self.number} could not exchange messages with another process at {where}: {what}. Maybe "
+                    f"that has failed or ended: see what it printed.\n{self.excerpt()}"
+                ) from error
+            raise TrainingError(f"device {self.number} failed at {where}: {what}\n{self.excerpt()}") from error
         self._index = index
         return index - begin
 

@@ -7,7 +7,7 @@ import torch
 
 from instances.schedules import one_f_one_b
 from optpipe.compile import Action, compile_schedule
-from optpipe.errors import TrainingError
+from optpipe.errors import RunFailedError, TrainingError
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline
 from optpipe.runtime.streams import CudaStreams
 from optpipe.runtime.transport import LocalStreams
@@ -53,6 +53,21 @@ def test_nothing_stays_of_a_step_that_fails(number: int) -> None:
     assert not any(slabs.in_use_bytes for slabs in pipeline.host_slabs.values())
     pipeline.run(inputs, targets)
     torch.testing.assert_close(gradients(modules), plain, rtol=1e-5, atol=1e-7)
+
+
+class Orphan(Mailbox):
+    """A transport that fails as that of gloo does when the other process has ended."""
+
+    def send(self, source: int, target: int, message: torch.Tensor) -> None:
+        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+
+def test_what_another_process_leaves_undone_is_no_failure_of_this_one() -> None:
+    inputs, targets = batch(3)
+    pipeline = Pipeline(PROGRAM, stages_of(chain(3)), range(3), Orphan(), specs(3))
+    reason = r"device 0 could not exchange messages with another process at SEND_F0\.0->1, .*Maybe that has failed"
+    with pytest.raises(RunFailedError, match=reason):
+        pipeline.run(inputs, targets)
 
 
 def test_an_interrupt_comes_through_and_nothing_stays() -> None:
