@@ -2,8 +2,8 @@
 
 That is buffers, attributes of Python such as counters, lists and caches, and generators of random numbers. It is looked
 for in modules, and from their attributes on in containers and in objects of classes that are no library's. Not put
-back are parameters that a forward changes, globals and attributes of classes, objects with slots, and what is outside
-of the process, such as files. Of globals the generators alone are found, by the names that the code of a forward uses.
+back are parameters that a forward changes, globals and attributes of classes, iterators, and what is outside of the
+process, such as files. Of globals the generators alone are found, by the names that the code of a forward uses.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import ismemberdescriptor
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -93,8 +94,10 @@ class ModuleState:
                 pass
             case nn.Module():
                 self._visit_module(value)
-            case _ if hasattr(value, "__dict__") and (_is_own(type(value)) or type(value) is SimpleNamespace):
-                self._visit_attributes(value, vars(value))
+            case _ if _is_own(type(value)) or type(value) is SimpleNamespace:
+                if hasattr(value, "__dict__"):
+                    self._visit_attributes(value, vars(value))
+                self._visit_slots(value)
 
     def _visit_module(self, module: nn.Module) -> None:
         if any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values()):
@@ -108,6 +111,14 @@ class ModuleState:
         own = vars(value)
         self._put_back.append(partial(_restore_dict, own, dict(own)))
         self._pending += [*attributes.values(), type(value)]
+
+    def _visit_slots(self, value: Any) -> None:
+        tables = [vars(base) for base in type(value).__mro__ if "__slots__" in vars(base)]
+        slots = [part for table in tables for part in table.values() if ismemberdescriptor(part)]
+        before = {slot: slot.__get__(value) for slot in slots if hasattr(value, slot.__name__)}
+        if slots:
+            self._put_back.append(partial(_restore_slots, value, slots, before))
+            self._pending += [type(value), *before.values()]
 
     def _visit_class(self, kind: type) -> None:
         """The functions of a class, for the generators that their code names."""
@@ -193,6 +204,14 @@ def _restore_dict(own: dict[Any, Any], before: dict[Any, Any]) -> None:
     if list(own) != list(before) or not _same(own.values(), before.values()):
         own.clear()
         own.update(before)
+
+
+def _restore_slots(own: Any, slots: Iterable[Any], before: dict[Any, Any]) -> None:
+    for slot in slots:
+        if slot in before:
+            slot.__set__(own, before[slot])
+        elif hasattr(own, slot.__name__):
+            slot.__delete__(own)
 
 
 def _restore_tensor(own: Tensor, before: Tensor) -> None:

@@ -44,6 +44,13 @@ class Statistics:
     seen: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Slotted(Statistics):
+    """One with slots beside attributes."""
+
+    drawn: int = 0
+
+
 class Marked(nn.Module):
     """Counts its calls wherever a module may keep a number, and draws from every kind of generator."""
 
@@ -60,7 +67,7 @@ class Marked(nn.Module):
         self.register_buffer("hidden", torch.zeros(2), persistent=False)
         self.calls, self.rows, self.names = 0, [0], {"calls": 0}
         self.tensor, self.array = torch.zeros(2), np.zeros(2)
-        self.statistics, self.unregistered = Statistics(), (nn.BatchNorm1d(WIDTH),)
+        self.statistics, self.unregistered = Slotted(), (nn.BatchNorm1d(WIDTH),)
         self.cache: Tensor | None = None
         self.own, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(2)
         self.python, self.nested = random.Random(3), SimpleNamespace(old=np.random.RandomState(4))
@@ -77,6 +84,7 @@ class Marked(nn.Module):
         self.tensor[0] += 1
         self.array[0] += 1
         self.statistics.calls += 1
+        self.statistics.drawn += 1
         self.statistics.seen.append(len(x))
         drawn = random.random() + np.random.rand() + float(self.numpy.random()) + self.python.random()
         drawn += self.nested.old.rand() + float(torch.rand((), generator=self.own)) + float(torch.rand(()))
@@ -94,7 +102,7 @@ def marks(modules: list[nn.Module]) -> list[Any]:
         found += [buffer.clone() for buffer in module.buffers()] + [module.hidden.clone(), module.tensor.clone()]
         found += [buffer.clone() for buffer in module.unregistered[0].buffers()]
         found += [module.calls, list(module.rows), dict(module.names), module.array.tolist(), module.cache]
-        found += [module.statistics.calls, list(module.statistics.seen), sorted(vars(module))]
+        found += [module.statistics.calls, module.statistics.drawn, list(module.statistics.seen), sorted(vars(module))]
         found += [module.own.get_state(), str(module.numpy.bit_generator.state), module.python.getstate()]
         found += [str(module.nested.old.get_state()), [part.training for part in module.modules()]]
         gradients = [parameter.grad for parameter in module.parameters()]
