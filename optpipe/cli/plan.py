@@ -446,7 +446,7 @@ def _document(one: Judged, profile: LayerProfile) -> dict[str, Any]:
         "offload": candidate.offload,
         "slices": max(1, len(candidate.slices)),
         "slice_lengths": list(candidate.slices) or None,
-        "value_us": schedule.value_us if schedule else None,
+        "value_us": one.value_us if one.value_us < float("inf") else None,
         "bound_us": one.bound_us if one.bound_us < float("inf") else None,
         "every_cut_bound_us": candidate.every_cut_us if candidate.every_cut_us < float("inf") else None,
         "sequences_per_s": one.sequences_per_s,
@@ -512,11 +512,12 @@ def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None)
         candidate, schedule = one.candidate, one.schedule
         size = f"{candidate.batching.microbatches} x {candidate.batching.microbatch_size}"
         figures, reason = ["-"] * (5 + len(again)), one.why_not
-        if schedule is not None:
+        if one.value_us < float("inf"):
             rate = "-" if one.sequences_per_s is None else f"{one.sequences_per_s:,.2f}"
-            figures = [us_text(schedule.value_us), rate, share_text(schedule.bubble)]
-            figures += [f"{schedule.largest_peak_bytes:,}", f"{one.host_peak_bytes:,}"]
-            figures += [f"{one.recomputed:,}" for _ in again]
+            figures[:2] = [us_text(one.value_us), rate]
+            if schedule is not None:
+                figures[2:4] = [share_text(schedule.bubble), f"{schedule.largest_peak_bytes:,}"]
+                figures[4:] = [f"{one.host_peak_bytes:,}", *(f"{one.recomputed:,}" for _ in again)]
             if one is not best:
                 more_us = one.value_us - best.value_us
                 slower = f"{100 * more_us / best.value_us:.1f} %" if best.value_us else us_text(more_us)

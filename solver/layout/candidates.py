@@ -27,7 +27,7 @@ from optpipe.partition import (
 from optpipe.problem import Objective, Problem
 from optpipe.sequences import SliceBy, model_times_us, require_attention, slice_lengths
 from solver.layout.cut_bounds import CutBounds
-from solver.layout.cuts import Sizes, best_cuts, even_sizes
+from solver.layout.cuts import CutSearch, Sizes, even_sizes
 from solver.layout.quick_rating import QuickRating
 from solver.limits import Limits
 
@@ -91,82 +91,114 @@ class Candidate:
 def candidates(profile: LayerProfile, search: Search, limits: Limits | None = None) -> Iterator[Candidate]:
     """The even cut and the best ones found for every combination of the other choices.
 
-    These share `CUT_SHARE` of the time limit; where that is over the rest still get a rating of one cut, as long as
-    there is time, and the first one even without.
+    One cut of each is rated before any others are searched for, as long as there is time, and of the first one even
+    without. Then they share `CUT_SHARE` of the time limit, the most promising first. For one that cannot have the best
+    step, or where the time is over, little or nothing more is rated.
     """
     limits = limits or Limits(inf)
     may_offload = profile.copies is not None and any(layer.offload_bytes for layer in profile.layers)
     offloads = tuple(dict.fromkeys(offload and may_offload for offload in search.offload))
     choices = list(product(search.placements, search.microbatch_sizes, _slicings(profile, search), offloads))
-    for number, (name, size, slices, offload) in enumerate(choices):
+    layouts = [
+        _Layout(profile, replace(search, placements=[name], microbatch_sizes=[size], offload=[offload]), slices, limits)
+        for name, size, slices, offload in choices
+    ]
+    for number, layout in enumerate(layouts):
+        if number and late(limits, LAST_SHARE):
+            break
+        layout.cuts.begin()
+    best_us = min((layout.cuts.achieved_us for layout in layouts), default=inf)
+    layouts.sort(key=lambda layout: layout.estimate_us)
+    for number, layout in enumerate(layouts):
         left_s = max(0.0, CUT_SHARE * limits.time_limit_s - limits.seconds)
-        until_s = 0.0 if number and late(limits, LAST_SHARE) else limits.seconds + left_s / (len(choices) - number)
-        part = replace(limits, time_limit_s=until_s)
-        one = replace(search, placements=[name], microbatch_sizes=[size], offload=[offload])
-        yield from candidates_of(profile, one, part, slices)
+        may_win = layout.cuts.least_us < best_us
+        until_s = limits.seconds + left_s / (len(choices) - number) if may_win else 0.0
+        if not late(limits, LAST_SHARE):
+            layout.cuts.extend(replace(limits, time_limit_s=until_s))
+            best_us = min(best_us, layout.cuts.achieved_us)
+        yield from layout.candidates()
 
 
 def candidates_of(
     profile: LayerProfile, search: Search, limits: Limits, slices: Sequence[int] = ()
 ) -> Iterator[Candidate]:
     """The even cut and the best ones found within the limits for one choice of all else, the first of each."""
-    size, offload = search.microbatch_sizes[0], search.offload[0]
-    kind, chunks = parse_placement(search.placements[0])
-    places = placement(kind, search.devices, chunks)
-    batching = Batching(size, search.global_batch // size)
-    even = Candidate(
-        placement_name(kind, chunks),
-        "even",
-        None,
-        batching,
-        offload,
-        None,
-        search.global_batch if search.documents is None else search.documents,
-        slices=slices,
-    )
-    count = len(profile.each_layer)
-    if count < len(places):
-        yield replace(even, why_not=f"{count} layers are too few for its stages")
-        return
+    layout = _Layout(profile, search, slices, limits)
+    layout.cuts.begin()
+    layout.cuts.extend(limits)
+    yield from layout.candidates()
 
-    def build(sizes: Sizes) -> Problem | None:
-        layout = Partition(sizes, places)
-        return build_problem(
+
+class _Layout:
+    """One choice of all but the cut, the first of each in `search`, with the search for its cuts."""
+
+    def __init__(self, profile: LayerProfile, search: Search, slices: Sequence[int], limits: Limits) -> None:
+        self._profile, self._search, self._slices = profile, search, slices
+        size, offload = search.microbatch_sizes[0], search.offload[0]
+        self._kind, self._chunks = parse_placement(search.placements[0])
+        self._places = placement(self._kind, search.devices, self._chunks)
+        self._batching = Batching(size, search.global_batch // size)
+        bounds = CutBounds(
             profile,
-            layout,
-            batching,
+            self._places,
+            size / profile.microbatch_size,
+            self._batching.microbatches,
             offload=offload,
+            recomputes=bool(search.modes),
+            objective=search.objective,
+            parts=max(1, len(slices)),
+        )
+        self.cuts = CutSearch(bounds, self._build, limits, alike=not slices and not search.factors)
+
+    @property
+    def estimate_us(self) -> float:
+        """Value to be expected of the best cut; infinite where none is known to fit."""
+        return (self.cuts.best_us + self.cuts.least_us) / 2
+
+    def candidates(self) -> Iterator[Candidate]:
+        """The even cut and the best ones rated."""
+        search, count, stages = self._search, len(self._profile.each_layer), len(self._places)
+        even = Candidate(
+            placement_name(self._kind, self._chunks),
+            "even",
+            None,
+            self._batching,
+            search.offload[0],
+            None,
+            search.global_batch if search.documents is None else search.documents,
+            slices=self._slices,
+        )
+        if count < stages:
+            yield replace(even, why_not=f"{count} layers are too few for its stages")
+            return
+        found = self.cuts.found
+        even_cut = even_sizes(count, stages)
+        cuts = {even_cut: "even"} | {sizes: "" for sizes in found.rated if sizes != even_cut}
+        for number, (sizes, cut) in enumerate(cuts.items()):
+            layout, rating = Partition(sizes, self._places), found.rated.get(sizes)
+            problem = rating.problem if rating else self._build(sizes)
+            yield replace(
+                even,
+                cut=cut or ("searched" if number == 1 else f"searched-{number}"),
+                layout=layout,
+                problem=problem,
+                why_not="" if problem else _overfull(self._profile, layout),
+                rating=rating,
+                every_cut_us=found.least_us,
+            )
+
+    def _build(self, sizes: Sizes) -> Problem | None:
+        search, layout = self._search, Partition(sizes, self._places)
+        return build_problem(
+            self._profile,
+            layout,
+            self._batching,
+            offload=search.offload[0],
             modes=search.modes,
             objective=search.objective,
-            name=name_with_cut(profile.name, layout),
-            slices=slices,
+            name=name_with_cut(self._profile.name, layout),
+            slices=self._slices,
             factors=search.factors,
-        )
-
-    bounds = CutBounds(
-        profile,
-        places,
-        size / profile.microbatch_size,
-        batching.microbatches,
-        offload=offload,
-        recomputes=bool(search.modes),
-        objective=search.objective,
-        parts=max(1, len(slices)),
-    )
-    found = best_cuts(bounds, build, limits, alike=not slices and not search.factors)
-    even_cut = even_sizes(count, len(places))
-    cuts = {even_cut: "even"} | {sizes: "" for sizes in found.rated if sizes != even_cut}
-    for number, (sizes, cut) in enumerate(cuts.items()):
-        layout, rating = Partition(sizes, places), found.rated.get(sizes)
-        problem = rating.problem if rating else build(sizes)
-        yield replace(
-            even,
-            cut=cut or ("searched" if number == 1 else f"searched-{number}"),
-            layout=layout,
-            problem=problem,
-            why_not="" if problem else _overfull(profile, layout),
-            rating=rating,
-            every_cut_us=found.least_us,
         )
 
 

@@ -3,7 +3,8 @@
 A cut is rated by what the step takes: the busiest device alone says nothing of the warm-up's memory, nor of who begins
 late. `CutBounds` bounds all cuts where there are few, else those that a local search meets; those whose bound is above
 the best value are never looked at. The others are rated by quick list schedules, the least bound first, then the
-neighbours of the best, in which one layer has moved from a stage to another.
+neighbours of the best, in which one layer has moved from a stage to another. Before that one good cut has a rating,
+which takes little time, so that each of many layouts can have one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from solver.layout.cut_bounds import STEEP, CutBounds
 from solver.layout.quick_rating import QuickRating
 from solver.limits import Limits
 from solver.scale import count_ops
+from solver.search.in_flight import QUICK
 from solver.serial import impossible_budgets
 
 MOST_ALL = 60_000
@@ -84,21 +86,13 @@ class FoundCuts:
 def best_cuts(bounds: CutBounds, build: Build, limits: Limits, *, alike: bool = True) -> FoundCuts:
     """Search for the cuts with the shortest step. `build` makes the problem of a cut.
 
-    Count, not time, ends the search unless the limits come first; a little is rated even then, unless there is no time
-    at all. `alike`: microbatches are equal and whole; otherwise
-    bounds only order cuts, and nothing is proved.
+    Count, not time, ends the search unless the limits come first; a little is rated even then. `alike`: microbatches
+    are equal and whole; otherwise bounds only order cuts, and nothing is proved.
     """
-    if bounds.layers < bounds.stages:
-        return FoundCuts({}, inf)
-    if limits.cancel.requested or not limits.time_limit_s:
-        return FoundCuts({}, 0.0)
-    pool = _Pool.of(bounds, limits)
-    rating = _Rating(bounds, build, limits, alike)
-    rating.rate(pool.cuts[:1], 1)
-    rating.rate(np.array(_starts(bounds)), MOST_RATED)
-    rating.rate(pool.cuts, MOST_RATED // 2)
-    rating.climb()
-    return FoundCuts(rating.best(KEPT), rating.least_us(pool) if alike else 0.0)
+    search = CutSearch(bounds, build, limits, alike)
+    search.begin()
+    search.extend(limits)
+    return search.found
 
 
 @dataclass
@@ -115,8 +109,8 @@ class _Pool:
     least_outside_us: float = inf
 
     @classmethod
-    def of(cls, bounds: CutBounds, limits: Limits) -> _Pool:
-        """All cuts where they are few, otherwise those that a local search from several starts meets."""
+    def of(cls, bounds: CutBounds, starts: Sequence[Ints], least_us: float, limits: Limits) -> _Pool:
+        """All cuts where they are few, otherwise those that a local search from the starts meets."""
         if comb(bounds.layers - 1, bounds.stages - 1) <= MOST_ALL:
             cuts = _every_cut(bounds.layers, bounds.stages)
             keys, bounds_us = _keys(bounds, cuts)
@@ -124,17 +118,15 @@ class _Pool:
             kept, others = order[:POOL], order[POOL:]
             outside_us = float(bounds_us[others].min()) if len(others) else inf
             return cls(cuts[kept], bounds_us[kept], float(bounds_us.min()), True, outside_us)
-        tables = bounds.least()
-        starts = [*_starts(bounds), *([tables[1]] if tables and len(tables[1]) else [])]
-        met = _local_search(bounds, starts, limits)
+        met = _local_search(bounds, starts, limits, KICKS)
         best = sorted(met, key=lambda cut: met[cut][0])[:POOL]
         bounds_us = np.array([met[cut][1] for cut in best])
-        return cls(np.array(best), bounds_us, bounds.floor_us() if tables is None else tables[0])
+        return cls(np.array(best), bounds_us, least_us)
 
 
 @dataclass
-class _Rating:
-    """Ratings of cuts. `best_us`: the least value; `rated_ops`: ops of all problems rated."""
+class CutSearch:
+    """Ratings of cuts. `best_us`: the least value; `least_us`: a bound on all cuts; `rated_ops`: of all those rated."""
 
     bounds: CutBounds
     build: Build
@@ -142,7 +134,50 @@ class _Rating:
     alike: bool
     rated: dict[Sizes, QuickRating | None] = field(default_factory=dict)
     best_us: float = inf
+    least_us: float = 0.0
     rated_ops: int = 0
+    _starts: list[Ints] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Rate one good cut by one quick schedule of each kind; the count of what is looked at ends it, not time."""
+        if self.bounds.layers < self.bounds.stages:
+            self.least_us = inf
+        elif not self.limits.cancel.requested:
+            tables = self.bounds.least()
+            if self.alike:
+                self.least_us = self.bounds.floor_us() if tables is None else tables[0]
+            self._starts = [*_starts(self.bounds), *([tables[1]] if tables and len(tables[1]) else [])]
+            met = _local_search(self.bounds, self._starts, self.limits, 0)
+            for cut in sorted(met, key=lambda cut: met[cut][0])[: len(self._starts)]:
+                self._rate(np.array([cut]), 1, 1)
+                if self.best_us < inf:
+                    break
+
+    def extend(self, limits: Limits) -> None:
+        """Search on within the limits, as far as a search has begun."""
+        self.limits = limits
+        if not self._starts or limits.cancel.requested:
+            return
+        pool = _Pool.of(self.bounds, self._starts, self.least_us, limits)
+        for one in self.rated.values():
+            if one is not None and not self.late:
+                one.complete()
+                self.best_us = min(self.best_us, one.value_us)
+        self._rate(np.array(self._starts), MOST_RATED)
+        self._rate(pool.cuts, MOST_RATED // 2)
+        self._climb()
+        if self.alike:
+            self.least_us = max(self.least_us, self._bound_us(pool))
+
+    @property
+    def achieved_us(self) -> float:
+        """The least value that is one of a schedule."""
+        return self.best_us if self.alike else inf
+
+    @property
+    def found(self) -> FoundCuts:
+        """The best cuts so far, and the bound on all."""
+        return FoundCuts(self.best(KEPT), self.least_us)
 
     @property
     def late(self) -> bool:
@@ -155,8 +190,8 @@ class _Rating:
         """True if no other cut is to be rated."""
         return len(self.rated) >= MOST_RATED or (self.late and bool(self.rated))
 
-    def rate(self, cuts: Ints, most: int) -> None:
-        """Rate up to so many of these cuts that may still be better, in their order."""
+    def _rate(self, cuts: Ints, most: int, lists: int = len(QUICK)) -> None:
+        """Rate up to so many of these cuts that may still be better, in their order, by so many lists of each kind."""
         count, (_, bounds_us) = 0, _keys(self.bounds, cuts)
         for sizes, bound_us in zip(map(_sizes, cuts), bounds_us.tolist(), strict=True):
             if sizes in self.rated or (self.alike and bound_us >= self.best_us) or bound_us == inf:
@@ -168,17 +203,22 @@ class _Rating:
             if problem is None or impossible_budgets(problem):
                 self.rated[sizes] = None
                 continue
-            one = self.rated[sizes] = QuickRating.of(problem, self.limits.cancel, bound_us if self.alike else 0.0)
+            known_us = bound_us if self.alike else 0.0
+            one = self.rated[sizes] = QuickRating.of(problem, self.limits.cancel, known_us, lists)
             self.rated_ops += count_ops(problem)
             self.best_us = min(self.best_us, one.value_us)
-            if one.value_us <= CLOSE * self.best_us and not self.late:
+            if one.value_us <= CLOSE * self.best_us and lists == len(QUICK) and not self.late:
                 one.bound_in_full()
 
-    def climb(self) -> None:
-        """Improve the values of the best cuts and rate their neighbours, until none of the best has others."""
+    def _climb(self) -> None:
+        """Improve the values of the best cuts and rate their neighbours, until none of the best has others.
+
+        The best are those of the least values: where bounds are far below, these say less of what neighbours take.
+        """
         done: set[Sizes] = set()
         while len(done) < (KEPT if self.spent else IMPROVED):
-            ahead = [(sizes, one) for sizes, one in self.best(KEPT).items() if sizes not in done]
+            near = sorted(self._able(), key=lambda rated: (rated[1].value_us, rated[1].bound_us))[:KEPT]
+            ahead = [(sizes, one) for sizes, one in near if sizes not in done]
             if not ahead:
                 return
             sizes, one = ahead[0]
@@ -187,15 +227,18 @@ class _Rating:
             self.best_us = min(self.best_us, one.value_us)
             cuts = _moved(np.array(_cut(sizes)))
             keys, _ = _keys(self.bounds, cuts)
-            self.rate(cuts[np.argsort(keys, kind="stable")], NEIGHBOURS)
+            self._rate(cuts[np.argsort(keys, kind="stable")], NEIGHBOURS)
 
     def best(self, count: int) -> dict[Sizes, QuickRating]:
         """The cuts with the least estimates of those that may still be the best, in their order."""
-        able = [(sizes, one) for sizes, one in self.rated.items() if one is not None]
-        able = [(sizes, one) for sizes, one in able if one.bound_us < self.best_us or one.value_us <= self.best_us]
-        return dict(sorted(able, key=lambda rated: (rated[1].estimate_us, rated[1].bound_us))[:count])
+        return dict(sorted(self._able(), key=lambda rated: (rated[1].estimate_us, rated[1].bound_us))[:count])
 
-    def least_us(self, pool: _Pool) -> float:
+    def _able(self) -> list[tuple[Sizes, QuickRating]]:
+        """The rated cuts that may still be the best."""
+        able = [(sizes, one) for sizes, one in self.rated.items() if one is not None]
+        return [(sizes, one) for sizes, one in able if one.bound_us < self.best_us or one.value_us <= self.best_us]
+
+    def _bound_us(self, pool: _Pool) -> float:
         """A bound on every schedule of every cut: closed forms, in full for those below the best value."""
         if not pool.whole:
             return pool.least_us
@@ -270,12 +313,15 @@ Met = dict[tuple[int, ...], tuple[float, float]]
 """Keys and bounds of cuts."""
 
 
-def _local_search(bounds: CutBounds, starts: Sequence[Ints], limits: Limits) -> Met:
-    """The cuts met on steepest descents from the starts, then from the best one changed at random."""
+def _local_search(bounds: CutBounds, starts: Sequence[Ints], limits: Limits, kicks: int) -> Met:
+    """The cuts met on steepest descents from the starts, then from the best one changed at random `kicks` times.
+
+    Time ends the latter alone.
+    """
     rng, met = np.random.default_rng(0), Met()
     best, best_key = starts[0], inf
-    for number in range(len(starts) + KICKS):
-        if number and (limits.cancel.requested or limits.seconds > limits.time_limit_s):
+    for number in range(len(starts) + kicks):
+        if number >= len(starts) and (limits.cancel.requested or limits.seconds > limits.time_limit_s):
             break
         cut = starts[number] if number < len(starts) else _kicked(best, rng)
         keys, bounds_us = _keys(bounds, cut[None])

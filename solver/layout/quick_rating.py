@@ -14,7 +14,7 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.limits import Cancel, Limits
 from solver.methods import METHODS, published_orders
-from solver.search.in_flight import QuickLists
+from solver.search.in_flight import QUICK, QuickLists
 
 LISTS = "ada-offload"
 """Method of list schedules in memory."""
@@ -34,10 +34,15 @@ class QuickRating:
     published: tuple[str, Orders] | None = None
 
     @classmethod
-    def of(cls, problem: Problem, cancel: Cancel, bound_us: float = 0.0) -> Self:
-        """Rate a problem by its lists; `bound_us` is a bound that is known."""
-        lists = QuickLists(problem, cancel)
+    def of(cls, problem: Problem, cancel: Cancel, bound_us: float = 0.0, most: int = len(QUICK)) -> Self:
+        """Rate a problem by up to `most` lists of each kind; `bound_us` is a bound that is known."""
+        lists = QuickLists(problem, cancel, most)
         return cls(problem, lists, bound_us, lists.value_us)
+
+    def complete(self) -> None:
+        """Rate the problem by all its lists."""
+        self.lists.most = len(QUICK)
+        self.value_us = min(self.value_us, self.lists.value_us)
 
     @cached_property
     def _full_bound_us(self) -> float:
@@ -53,10 +58,12 @@ class QuickRating:
         return (self.value_us + self.bound_us) / 2
 
     def improve(self, limits: Limits) -> None:
-        """Search for the numbers of the lists, and try the published schedules."""
+        """Search for the numbers of the lists, and try the published schedules, as long as there is time."""
         self.lists.improve(limits)
         self.value_us = min(self.value_us, self.lists.value_us)
         for method in NEAR_BOUND if self.lists.achieved else ():
+            if limits.cancel.requested or limits.seconds >= limits.time_limit_s:
+                return
             with suppress(MethodError, DeadlockError):
                 orders = published_orders(METHODS[method], self.problem)
                 value_us = simulate(self.problem, orders).value_us

@@ -47,13 +47,17 @@ NO_BETTER = "no schedule of this cut can be better"
 
 @dataclass(frozen=True)
 class Judged:
-    """Candidate with its best schedule so far, and the lower bound on all its schedules."""
+    """Candidate with its best schedule so far, and the lower bound on all its schedules.
+
+    `rated_us`: value of a quick schedule of which only that is known, where the time was short; infinite otherwise.
+    """
 
     candidate: Candidate
     schedule: Schedule | None
     bound_us: float
     why_not: str = ""
     solved: bool = False
+    rated_us: float = inf
 
     @property
     def rated(self) -> bool:
@@ -62,13 +66,13 @@ class Judged:
 
     @property
     def value_us(self) -> float:
-        """Value of the schedule; infinite without one."""
-        return self.schedule.value_us if self.schedule else inf
+        """Value of the best schedule; infinite without one."""
+        return self.schedule.value_us if self.schedule else self.rated_us
 
     @property
     def sequences_per_s(self) -> float | None:
-        """Throughput of the schedule in sequences per second; None without one, or where nothing takes time."""
-        return 1e6 * self.candidate.sequences / self.value_us if self.schedule and self.value_us else None
+        """Throughput of the best schedule in sequences per second; None without one, or where nothing takes time."""
+        return 1e6 * self.candidate.sequences / self.value_us if 0 < self.value_us < inf else None
 
     @property
     def recomputed(self) -> int:
@@ -103,17 +107,19 @@ def _ranked(candidates: Iterable[Candidate], limits: Limits, on_judged: OnJudged
     judged = _with_published(judged, limits, on_judged)
     for k, share in enumerate(ROUNDS):
         judged = _round(judged, max(1, FIRST_ROUND // 3**k), limits, share / sum(ROUNDS[k:]), on_judged)
+    if judged:
+        judged[0] = _with_schedule(judged[0])
     for k, one in enumerate(judged):
         if k and not one.why_not:  # empty where it is simply slower
             if one.bound_us >= judged[0].value_us:
                 judged[k] = replace(one, why_not=NO_BETTER)
-            elif one.schedule is None:
+            elif one.value_us == inf:
                 judged[k] = replace(one, why_not="nothing found that keeps the budgets")
     return judged
 
 
 def _rate(candidate: Candidate, limits: Limits) -> Judged:
-    """The best quick schedule, and a bound."""
+    """The best quick schedule, and a bound; the value of the schedule alone where the time is short."""
     problem, rating = candidate.problem, candidate.rating
     if problem is None:
         return Judged(candidate, None, inf, candidate.why_not)
@@ -124,13 +130,22 @@ def _rate(candidate: Candidate, limits: Limits) -> Judged:
         if late(limits, RATING_SHARE):
             return Judged(candidate, None, 0.0, NO_TIME)
         rating = QuickRating.of(problem, limits.cancel)
-    if not late(limits, RATING_SHARE):
-        rating.bound_in_full()
-    found = rating.best()
-    if found is None:
-        return Judged(candidate, None, rating.bound_us)
+    rated = Judged(candidate, None, rating.bound_us, rated_us=rating.value_us if rating.lists.achieved else inf)
+    if late(limits, RATING_SHARE):
+        return replace(rated, candidate=replace(candidate, rating=rating))
+    rating.bound_in_full()
+    return _with_schedule(replace(rated, bound_us=rating.bound_us, candidate=replace(candidate, rating=rating)))
+
+
+def _with_schedule(one: Judged) -> Judged:
+    """The candidate with its best quick schedule, if it has no schedule yet."""
+    rating = one.candidate.rating
+    found = None if one.schedule or rating is None else rating.best()
+    if rating is None or found is None:
+        return one
     method, orders = found
-    return _judged(candidate, Solution(orders, simulate(problem, orders).value_us, rating.bound_us, method))
+    value_us = simulate(rating.problem, orders).value_us
+    return _judged(one.candidate, Solution(orders, value_us, one.bound_us, method))
 
 
 def _judged(candidate: Candidate, best: Solution) -> Judged:
@@ -151,6 +166,7 @@ def _with_published(judged: Sequence[Judged], limits: Limits, on_judged: OnJudge
             break
         if not _may_win(one, best_us):
             continue
+        one = result[k] = _with_schedule(one)
         problem = one.candidate.problem
         assert problem is not None, "what may win has a problem"
         part = replace(limits, time_limit_s=PUBLISHED_SHARE * limits.time_left_s, began=time.perf_counter())
@@ -202,7 +218,7 @@ def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, o
         return ordered
 
     def improved(one: Judged) -> Judged:
-        seconds = slices.begin()
+        one, seconds = _with_schedule(one), slices.begin()
         if seconds is None or limits.cancel.requested:
             return one
         better = _solved(one, Limits(seconds, limits.gap, limits.workers // cores, limits.seed, limits.cancel))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from math import inf
 from typing import Any
@@ -306,10 +306,12 @@ QUICK: Changes = [
 class QuickLists:
     """Value of a problem by a few list schedules in memory, without a search: a millisecond for a small problem.
 
-    Of a problem of slices or unequal microbatches it is that of as many equal ones, which only compares.
+    Of a problem of slices or unequal microbatches it is that of as many equal ones, which only compares. `most`: how
+    many of the choices `QUICK` are tried; more may be later.
     """
 
-    def __init__(self, problem: Problem, cancel: Cancel) -> None:
+    def __init__(self, problem: Problem, cancel: Cancel, most: int = len(QUICK)) -> None:
+        self.most = most
         out, again = _leaving(problem), _recomputing(problem)
         nothing = [0] * len(out)
         leaving = [nothing, out] if any(out) and problem.host_memory_bytes is None else [nothing]
@@ -319,7 +321,7 @@ class QuickLists:
         self.achieved = equal is problem
         """True if `value_us` is that of a schedule of the problem."""
 
-    @cached_property
+    @property
     def value_us(self) -> float:
         """The least value of all kinds; infinite where memory has no room for any of these."""
         return min(self._quick_us(trials) for trials in self._trials)
@@ -330,7 +332,6 @@ class QuickLists:
         best.limits = limits
         for _ in improving(best):
             pass
-        self.value_us = min(self.value_us, best.value_us(best.best))
 
     def orders(self) -> Orders | None:
         """Orders with the value, if it is achieved."""
@@ -343,7 +344,7 @@ class QuickLists:
     def _quick_us(self, trials: Trials) -> float:
         problem, first = trials.lists.problem, trials.lists.first
         stages, units = len(problem.stages), problem.units
-        for number, change in enumerate(QUICK):
+        for number, change in enumerate(QUICK[: self.most]):
             in_flight = min(round(change["in_flight"] * stages), units)
             choice = replace(first, **{**change, "in_flight": in_flight})
             while trials.value_us(choice) == inf and choice.in_flight > 1 and not number:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 
@@ -91,3 +92,25 @@ def test_every_layout_is_rated_after_the_time_for_searching_cuts() -> None:
         clock.wait(1)
     assert len({one.choice for one in found}) == 4
     assert all(any(one.rating for one in found if one.choice == choice) for choice in {one.choice for one in found})
+
+
+def test_every_layout_has_a_value_before_cuts_of_any_are_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first search takes all the time: the others have first ratings, of which the best becomes a schedule."""
+    clock, calls = Scripted(10.0), list[str]()
+    begin = cuts.CutSearch.begin
+
+    def begins(search: cuts.CutSearch) -> None:
+        calls.append("begin")
+        begin(search)
+
+    def extends(_search: cuts.CutSearch, _limits: Limits) -> None:
+        calls.append("extend")
+        clock.wait(10)
+
+    monkeypatch.setattr(cuts.CutSearch, "begin", begins)
+    monkeypatch.setattr(cuts.CutSearch, "extend", extends)
+    judged = rank(candidates(tight_profile(), Search(4, 8, (1, 2), ("linear", "interleaved-2", "v")), clock), clock)
+    assert calls == [*["begin"] * 6, "extend"]
+    assert len({one.candidate.choice for one in judged if one.value_us < inf}) == 6
+    assert judged[0].schedule is not None
+    assert judged[0].value_us <= min(one.value_us for one in judged)
