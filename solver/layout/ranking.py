@@ -206,10 +206,15 @@ def _may_win(one: Judged, best_us: float) -> bool:
 
 
 def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, on_judged: OnJudged) -> list[Judged]:
-    """Solve the `count` most promising candidates that may still win, in parallel, and sort all again."""
+    """Solve the `count` most promising candidates that may still win, in parallel, and sort all again.
+
+    Where only one may win it has all the time left.
+    """
     ordered = sorted(judged, key=_by_value)
     best_us = min((one.value_us for one in ordered), default=inf)
     promising = sorted((one for one in ordered if _may_win(one, best_us)), key=_promise)
+    if len(promising) == 1:
+        share = 1.0  # no round after this one needs time
     in_time = limits.workers * share * limits.time_left_s // GOOD_S
     chosen = promising[: max(1, int(min(in_time, count)))]
     cores = max(1, min(limits.workers, len(chosen)))

@@ -9,9 +9,11 @@ from importlib import import_module
 
 import pytest
 
+from optpipe.ops import Orders
 from optpipe.partition import parse_placement, placement
 from optpipe.problem import Problem
 from optpipe.verify import verify
+from solver.build import build_schedule
 from solver.layout.candidates import Search, candidates
 from solver.layout.ranking import NO_BETTER, Judged, rank
 from solver.limits import Limits
@@ -114,3 +116,19 @@ def test_an_interrupt_while_candidates_are_solved_keeps_what_they_find(monkeypat
     judged = rank(candidates(tight_profile(), Search(4, 8, (1,), ("linear", "v"))), limits)
     assert limits.cancel.requested
     assert any(one.solved and one.schedule and one.schedule.method == "search" for one in judged)
+
+
+def test_the_only_one_that_may_win_has_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of shares would solve it several times, each for less time than `solve` has."""
+    given_s: list[float] = []
+
+    def solved(problem: Problem, _method: str, limits: Limits, starts: list[Orders]) -> ChildResult:
+        given_s.append(limits.time_limit_s)
+        return ChildResult(build_schedule(problem, starts[0], 0.0, "search", 0.0), "feasible", "time")
+
+    ranking = import_module("solver.layout.ranking")
+    monkeypatch.setattr(ranking, "solve_in_child", solved)
+    monkeypatch.setattr(ranking, "_with_published", lambda judged, *_: judged)
+    [one, *_] = candidates(tight_profile(), Search(4, 8, (1,), ("v",)))
+    assert rank([one], Limits(200.0, workers=2))[0].solved
+    assert given_s[0] > 150
