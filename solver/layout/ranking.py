@@ -10,20 +10,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
-from optpipe.errors import InfeasibleError
+from optpipe.errors import DeadlockError, InfeasibleError, MethodError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
+from solver.build import within_budgets
 from solver.layout.candidates import PUBLISHED_SHARE, RATING_SHARE, Candidate, TimeSlices, late
 from solver.layout.quick_rating import QuickRating
 from solver.limits import Limits, until_interrupted
 from solver.process import SolverDiedError, solve_in_child
+from solver.published.within_memory import one_f_one_b_within_memory
 from solver.scale import costs_have_codes, count_ops
 from solver.searches import annealing
-from solver.serial import impossible_budgets
+from solver.serial import impossible_budgets, serial_orders
 from solver.solution import Solution
 from solver.strategy import LARGE_OPS, SharedIncumbent
 from solver.warm_starts import offer_published
@@ -109,6 +112,8 @@ def _ranked(candidates: Iterable[Candidate], limits: Limits, on_judged: OnJudged
         judged = _round(judged, max(1, FIRST_ROUND // 3**k), limits, share / sum(ROUNDS[k:]), on_judged)
     if judged:
         judged[0] = _with_schedule(judged[0])
+    if judged and judged[0].schedule is None:  # the time was over before any had one
+        judged = _with_some_schedule(judged)
     for k, one in enumerate(judged):
         if k and not one.why_not:  # empty where it is simply slower
             if one.bound_us >= judged[0].value_us:
@@ -146,6 +151,27 @@ def _with_schedule(one: Judged) -> Judged:
     method, orders = found
     value_us = simulate(rating.problem, orders).value_us
     return _judged(one.candidate, Solution(orders, value_us, one.bound_us, method))
+
+
+def _with_some_schedule(judged: Sequence[Judged]) -> list[Judged]:
+    """The candidates sorted, the most promising of which quickly gets a schedule, whatever the time says."""
+    result = sorted(judged, key=_promise)
+    for k, one in enumerate(result):
+        found = None if one.candidate.problem is None else _some_solution(one.candidate.problem, one.bound_us)
+        if found is not None:
+            result[k] = _judged(one.candidate, found)
+            break
+    return sorted(result, key=_by_value)
+
+
+def _some_solution(problem: Problem, bound_us: float) -> Solution | None:
+    """Orders that adapt to memory, or one microbatch after another; None where these do not keep the budgets."""
+    for method, make in (("1f1b within memory", one_f_one_b_within_memory), ("floor", serial_orders)):
+        with suppress(MethodError, DeadlockError):
+            orders = make(problem)
+            if orders is not None and within_budgets(problem, orders, found := simulate(problem, orders)):
+                return Solution(orders, found.value_us, bound_us, method)
+    return None
 
 
 def _judged(candidate: Candidate, best: Solution) -> Judged:

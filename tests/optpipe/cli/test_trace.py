@@ -112,7 +112,7 @@ def test_bad_input_is_named(
     problem = _refused(cli("export", problem_file, "--to", "chrome-trace", "-o", out))
     assert "is a problem but a measured step or a schedule is needed. Maybe run 'optpipe solve'" in problem
     model = _refused(cli("export", trace_file, "--to", "lp", "-o", out))
-    assert f"{trace_file}: is a measured step but a problem or a schedule is needed. Maybe give the schedule" in model
+    assert f"{trace_file}: is a measured step but a problem or a schedule is needed. Maybe use 'optpipe trace'" in model
     assert "is a schedule but a measured step is needed. Maybe use 'optpipe verify'" in _refused(
         cli("trace", schedule_file)
     )

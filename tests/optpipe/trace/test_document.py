@@ -110,7 +110,7 @@ def test_what_is_no_step_of_the_schedule_is_refused(data: dict[str, Any], name: 
 def test_other_documents_are_named(document: Any, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(document.to_json())
-    expected = f"is a {kind} but a trace is needed. Maybe run 'optpipe train --trace FILE' on"
+    expected = f"is a {kind} but a measured step is needed\\. Maybe "
     with pytest.raises(InputError, match=expected):
         Trace.load(path)
 
