@@ -18,6 +18,7 @@ from instances.schedules import one_f_one_b
 from optpipe.schedule import schedule_text
 from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig, train
 from optpipe.train.checkpoint.files import steps_in
+from tests.sample import some
 from tests.torchrun import torchrun
 
 WORKER = Path(__file__).parent / "killed_rank_worker.py"
@@ -55,7 +56,7 @@ CASES = {
 
 
 @pytest.mark.torchrun
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(list(CASES)))
 def test_it_goes_on_from_the_last_checkpoint_with_the_same_losses(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     run = {"model": MODEL, "optimizer": OPTIMIZER, "steps": STEPS, "every_steps": EVERY, "data_parallel": 1}

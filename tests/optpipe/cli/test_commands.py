@@ -24,6 +24,7 @@ from solver.process import ChildResult, SolverDiedError
 from solver.solve import solve
 from tests.optpipe.cli.conftest import Cli
 from tests.recomputing import COPY, FULL, one_f_one_b, recomputing
+from tests.sample import some
 
 
 def test_solve_writes_a_verified_schedule_and_a_summary(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
@@ -101,14 +102,16 @@ def test_solve_knows_what_was_solved_before(cli: Cli, problem_file: Path, tmp_pa
 
 @pytest.mark.parametrize(
     ("instance", "options"),
-    [
-        ("d-p4-m8-o1-mo1-b1o2-linear-make", ("auto", "--seed", "3")),
-        ("d-p4-m8-o1-mo1-b1o2-linear-make", ("cp-sat",)),
-        ("d-p4-m8-o1-mo1-b1o2-linear-make", ("search", "--seed", "5")),
-        ("d-p4-m8-o1-mo1-b1o2-linear-make", ("ada-offload",)),
-        ("d-p16-m32-o1-mo1-b1o4-linear-make", ("auto",)),
-        ("d-p16-m32-o1-mo1-b1o4-linear-make", ("pattern",)),
-    ],
+    some(
+        [
+            ("d-p4-m8-o1-mo1-b1o2-linear-make", ("auto", "--seed", "3")),
+            ("d-p4-m8-o1-mo1-b1o2-linear-make", ("cp-sat",)),
+            ("d-p4-m8-o1-mo1-b1o2-linear-make", ("search", "--seed", "5")),
+            ("d-p4-m8-o1-mo1-b1o2-linear-make", ("ada-offload",)),
+            ("d-p16-m32-o1-mo1-b1o4-linear-make", ("auto",)),
+            ("d-p16-m32-o1-mo1-b1o4-linear-make", ("pattern",)),
+        ]
+    ),
 )
 def test_a_deterministic_limit_gives_the_same_bytes(
     cli: Cli, tmp_path: Path, instance: str, options: tuple[str, ...]

@@ -42,6 +42,7 @@ from tests.optpipe.models.tiny_models import (
 )
 from tests.ranks import RunRanks
 from tests.recomputing import FULL, one_f_one_b, recomputing
+from tests.sample import some
 
 WORKER = Path(__file__).parent / "worker.py"
 IN_4 = (
@@ -65,7 +66,7 @@ def output_of(stages: list[nn.Module], x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("cut", ["1,1,1,2", "2,3", "1,3,1"])
+@pytest.mark.parametrize("cut", some(["1,1,1,2", "2,3", "1,3,1"]))
 def test_stages_compute_what_the_uncut_model_does(name: str, cut: str) -> None:
     model, plain = HuggingFace(saved(name), cut=cut), plain_model(name).eval()
     stages = model.build_stages()
@@ -125,7 +126,9 @@ def test_weights_that_are_drawn_depend_on_seed_and_name_alone(name: str, tmp_pat
 ALONE = [f"{name}, {way}" for name in TRAINED for way in ("linear, checked", "V")]
 
 
-@pytest.mark.parametrize("case", [*ALONE, "tied llama, accumulated, checked", "qwen3-moe, accumulated V", "bloom, V"])
+@pytest.mark.parametrize(
+    "case", some([*ALONE, "tied llama, accumulated, checked", "qwen3-moe, accumulated V", "bloom, V"])
+)
 def test_training_in_one_process(case: str) -> None:
     name = case.partition(",")[0]
     result = train(config_of(case))
@@ -342,7 +345,7 @@ def test_a_configuration_that_asks_for_outputs_in_tuples_is_run_by_name(name: st
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", some([2, 4]))
 def test_loss_and_gradients_are_those_of_transformers(name: str, stages: int) -> None:
     """With padding, of which the ids of the last microbatch have most."""
     cut, folder = HuggingFace(saved_architecture(name), stages), saved_architecture(name).removeprefix("hf:")
