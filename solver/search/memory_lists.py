@@ -268,7 +268,7 @@ def _stage_costs(problem: Problem, modes: Sequence[int], out: Sequence[int], beh
     need, change, end = (np.array(rows).T for rows in zip(*by_stage, strict=True))
     recomputes = np.array([mode.recomputes for mode in again])
     inside = np.array([mode.recomputes and mode.segment_bytes is not None for mode in again])
-    duration = {kind: np.array([stage.duration_us(kind) for stage in stages]) for kind in "FBW"}
+    duration = {kind: np.array([stage.duration_us(kind) for stage in stages], np.float64) for kind in "FBW"}
     again_us = np.array([mode.recompute_us for mode in again])
     copy_us = np.array(
         [(mode.offload.offload_us, mode.offload.reload_us) if mode.offload else (0.0, 0.0) for mode in away]
@@ -283,7 +283,7 @@ def _stage_costs(problem: Problem, modes: Sequence[int], out: Sequence[int], beh
             forward_bytes[s] = forward[of_device[k + 1 :]].sum()
             backward_bytes[s] = backward_bytes[of_device].max()
     passes_us = duration["F"] + duration["B"]
-    delays_us = np.array([*problem.forward_delay_us, 0]) + np.array([*problem.backward_delay_us, 0])
+    delays_us = np.array([*problem.forward_delay_us, 0.0]) + np.array([*problem.backward_delay_us, 0.0])
     period_us = duration["F"] + duration["B"] + duration["W"]
     way_us = np.cumsum((passes_us + delays_us)[::-1])[::-1] - passes_us
     return StageCosts(
