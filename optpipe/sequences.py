@@ -117,7 +117,7 @@ def microbatch_factors(profile: LayerProfile, lengths: Lengths) -> list[dict[str
     """Factors of microbatches of these documents (`Problem.microbatch_factors`), beside the profile's microbatch.
 
     The time is that of the whole model: one factor holds for all stages and ops. Raises InputError for a microbatch
-    that is too large beside the profile's.
+    that is too large against the profile's.
     """
     sequence = require_attention(profile, "lengths")
     total_us, fixed_us, attention_us = model_times_us(profile)

@@ -39,7 +39,7 @@ LEADER_LOCK = 0x6F70747069706533
 class Lease:
     """A job that a worker has taken up. `best`: its row of `incumbents`, from an earlier attempt.
 
-    `alone`: the worker was lost before with this job, so it takes no other one beside it. `share`: 0 for the primary
+    `alone`: the worker was lost before with this job, so it takes no other one with it. `share`: 0 for the primary
     worker; 1 and up for its helpers, which begin `begun_s` later. A helper writes in the primary worker's name, so that
     its lease ends with the primary's.
     """

@@ -27,7 +27,7 @@ class ModelStage(nn.Module):
     """The layers `part` of the list named `layers`, in a model without the others; the `last` stage returns logits.
 
     The first stage takes the model's main input, or a dict of its arguments. Further arguments (masks, positions) are
-    sent on to the stages behind, beside the hidden states, and so is the main input if `sends_main`, but not those that
+    sent on to the stages behind, with the hidden states, and so is the main input if `sends_main`, but not those that
     are `read_before` the layers. `balanced`: the auxiliary loss of experts, if the model has one. `in_tuple`: True if
     layers return tuples. Layers that return anything else raise TrainingError.
     """

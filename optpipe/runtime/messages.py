@@ -108,7 +108,7 @@ def _keys(tree: dict[Any, Any]) -> list[Any]:
 
 
 def bad_keys(tree: dict[Any, Any]) -> TrainingError:
-    """Error for a dict whose keys have no order, or cannot be told to other processes."""
+    """Error for a dict whose keys have no order, or cannot be sent to other processes."""
     names = " and ".join(sorted({type(key).__name__ for key in tree}))
     return TrainingError(
         f"a dict among the inputs or outputs of a stage has keys of {names}, but they must be all str or all int. "

@@ -77,7 +77,7 @@ class Candidate:
 
     @property
     def choice(self) -> tuple[object, ...]:
-        """All that is chosen beside the cut."""
+        """All choices other than the cut."""
         return self.placement, self.batching, tuple(self.slices), self.offload
 
     @property

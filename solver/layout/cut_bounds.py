@@ -222,8 +222,8 @@ class CutBounds:
             forwards_us = m * one.forward_us.sum(axis=-1)
             fit_us = np.minimum(forwards_us, np.where(forward_rate == inf, inf, room * forward_rate))
             weights_us = m * one.weight_us.sum(axis=-1)
-            beside = np.maximum(room - low_held, 0)
-            late_us = np.minimum(weights_us, np.where(weight_rate == inf, inf, beside * weight_rate))
+            room_left = np.maximum(room - low_held, 0)
+            late_us = np.minimum(weights_us, np.where(weight_rate == inf, inf, room_left * weight_rate))
             bytes_us = (one.held_bytes * one.hold_us + one.weight_bytes * one.weight_us).sum(axis=-1)
             area_us = np.where(room > 0, m * bytes_us / room, 0)
             if one.held_bytes.shape[-1] == 1:

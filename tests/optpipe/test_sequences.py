@@ -146,7 +146,7 @@ def test_factors_of_microbatches() -> None:
 
 
 def test_a_microbatch_too_large_for_a_factor_is_named() -> None:
-    """Of 62,500 times the tokens, two thirds of the time grow with them, a third with their square."""
+    """With 62,500 times the tokens, two thirds of the time grow with them, a third with their square."""
     with pytest.raises(
         InputError, match=r"^--lengths\[1\] has 1,000,000 tokens, 1,302,125,000 times the work .* Maybe a"
     ):

@@ -45,7 +45,7 @@ def test_the_sizes_are_what_they_are_called() -> None:
 
 
 def test_progress_is_reported_in_order_while_others_offer() -> None:
-    """What is called back may offer, wait for another thread that offers, and ask for the best; none is lost."""
+    """A callback may offer, wait for another thread that offers, and ask for the best; none is lost."""
     problem, reported = uniform(2, 2), []
 
     def on_progress(progress: Progress) -> None:

@@ -241,7 +241,7 @@ CLASSES = {
 
 
 def dumped(name: str, form: str, path: Path) -> Path:
-    """What a schedule class of torch dumps of itself."""
+    """The CSV that a schedule class of torch dumps."""
     from torch.distributed.pipelining import schedules
 
     def stage(s: int) -> Mock:

@@ -135,7 +135,7 @@ def test_the_only_one_that_may_win_has_all_the_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_schedule_is_found_however_short_the_time_is() -> None:
-    """Of unequal microbatches, whose ratings are no schedules."""
+    """Unequal microbatches have ratings that are no schedules."""
     factors = [{"time": 1.0 + i} for i in range(6)]
     search = Search(3, 6, (1,), ("linear",), factors=factors)
     first, *_ = rank(candidates(profile(12), search, Limits(1e-9)), Limits(1e-9))
