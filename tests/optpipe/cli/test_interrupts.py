@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,18 @@ def test_while_options_are_read(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> No
     assert run.document["error"]["type"] == "KeyboardInterrupt"
 
 
-def test_while_layouts_are_judged(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("judged", [True, False], ids=["with a schedule by then", "with none"])
+def test_while_layouts_are_judged(judged: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(candidates: Any, limits: Any, on_judged: Any) -> Sequence[Judged]:
         os.kill(os.getpid(), signal.SIGINT)
-        return rank(candidates, limits, on_judged)
+        ranking = rank(candidates, limits, on_judged)
+        return ranking if judged else [replace(one, schedule=None) for one in ranking]
 
     monkeypatch.setattr("solver.layout.ranking.rank", interrupted)
     options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear")
-    run = cli("plan", LAYERS, *options)
-    assert (run.code, run.err.splitlines()[-1]) == (130, "error: interrupted.")
+    run = cli("plan", LAYERS, *options, "-o", tmp_path / "schedule.json")
+    assert (run.code, (tmp_path / "schedule.json").exists()) == (130, judged)
+    assert "wins" in run.out if judged else run.err.endswith("error: interrupted.\n")
 
 
 def test_an_ignored_ctrl_c_stays_ignored(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
