@@ -45,6 +45,9 @@ TORCH_CSV = DocumentKind(
 MEGATRON_LAYOUT = DocumentKind(
     "a layout string of Megatron-LM", "Maybe give a layer profile, and this with 'optpipe plan --layout'."
 )
+MACHINE = DocumentKind(
+    "a machine (optpipe.machine/1, TOML)", "Maybe use 'optpipe machines' or name it with '--machine'."
+)
 SIZE_TABLE = DocumentKind("a table of sizes (TOML)", "Maybe use 'optpipe profile --from-table'.")
 TRAINING_SETTINGS = DocumentKind("a file of training settings (TOML)", "Maybe use 'optpipe train --config'.")
 SERVICE_SETTINGS = DocumentKind("a file of the service's settings (TOML)", "Maybe name it in OPTPIPE_CONFIG_FILE.")

@@ -102,7 +102,8 @@ class Model:
     predicted_tokens: int = 0
     """Layers of multi-token prediction behind the last one (DeepSeek-V3, section 2.2)."""
     prediction_parameters: int = 0
-    """Parameters of all these; embedding and head are shared."""
+    """Parameters of all these; embedding and head are shared. Each is a layer as the last one, and what joins two
+    inputs in front of it."""
     assumptions: tuple[str, ...] = ()
     """Sentences about what the configuration left open."""
 
@@ -110,6 +111,11 @@ class Model:
     def parameters(self) -> int:
         """Parameters as they are published: without the layers of multi-token prediction."""
         return self.embedding_parameters + sum(layer.parameters for layer in self.layers) + self.head_parameters
+
+    @property
+    def joining_parameters(self) -> int:
+        """Parameters of the layers of multi-token prediction without the layers themselves."""
+        return self.prediction_parameters - self.predicted_tokens * self.layers[-1].parameters
 
     @property
     def active_parameters(self) -> int:

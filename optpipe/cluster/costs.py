@@ -1,0 +1,293 @@
+"""Times of a layer under a strategy, and of a training step: what is done, at the rates of the data sheet, by kind.
+
+A `Work` has an entry for each of `FEATURES`: the seconds that this kind of work takes at the peak of the machine (or a
+count, for launches and steps). A prediction is its product with slowdowns, which are inverse efficiencies and come from
+calibration. As long as the longest stage stays the longest, a step is linear in them, and measured steps give them by a
+non-negative fit.
+
+Operations are those of Megatron-LM (2104.04473, appendix; 2205.05198, section 4): F of a product takes two operations
+for each element of the matrix and token, B and W as many; attention is halved where it is causal, and has no W.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optpipe.cluster.machine import FEATURES, Facts
+from optpipe.cluster.model import Layer, Model
+from optpipe.cluster.strategy import Precision, Strategy
+
+Work = NDArray[np.float64]
+"""Seconds at peak, or a count, by kind: shape (len(FEATURES),)."""
+
+INDEX = {name: k for k, name in enumerate(FEATURES)}
+BF16_BYTES = 2
+LOGIT_BYTES = 4
+GRADIENT_BYTES = 4
+OPTIMIZER_BYTES = 28
+"""Read and written for a parameter in a step of Adam: gradient, master weight and two moments, the 16-bit weight."""
+NORM_ACCESSES, INNER_ACCESSES = 8, 3
+"""Elements read or written in F for each of the hidden width (two norms, two sums, rotary positions) and of the inner
+width (activation function) and token. B takes twice as many."""
+
+
+class Passes(NamedTuple):
+    """Work of the passes of a layer, a stage or a device for one microbatch."""
+
+    forward: Work
+    backward_input: Work
+    backward_weight: Work
+
+    @property
+    def total(self) -> Work:
+        """All three."""
+        return self.forward + self.backward_input + self.backward_weight
+
+    def __add__(self, other: object) -> Passes:
+        """Both, pass by pass."""
+        assert isinstance(other, Passes)
+        return Passes(*(mine + others for mine, others in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Passes:
+        """All passes `factor` times."""
+        return Passes(*(factor * work for work in self))
+
+
+def work(**parts: float) -> Work:
+    """Work of the named kinds, and none of the others."""
+    result = np.zeros(len(FEATURES))
+    for name, value in parts.items():
+        result[INDEX[name]] = value
+    return result
+
+
+IDLE = Passes(work(), work(), work())
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of a model on a machine under a strategy, for sequences of `sequence` tokens."""
+
+    model: Model
+    machine: Facts
+    strategy: Strategy
+    sequence: int
+    expert_imbalance: float = 1.0
+    """Tokens of the busiest rank's experts over the mean."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a microbatch on one GPU before tensor parallelism divides anything."""
+        return self.strategy.microbatch_size * self.sequence / self.strategy.context
+
+    def _operations_per_s(self, precision: Precision | None = None) -> float:
+        return self.machine.operations_per_s(precision or self.strategy.precision)
+
+    def _rate(self, ranks: int) -> float:
+        """Bytes a second between `ranks` neighbours."""
+        return self.machine.bytes_per_s(ranks)
+
+    def layer(self, layer: Layer) -> Passes:
+        """Work of a decoder layer, with what the strategy recomputes in B."""
+        return _layer(self, layer)
+
+    def embedding(self) -> Passes:
+        """Work of the embedding: rows are read, and their gradients are added."""
+        read = self.tokens * self.model.hidden * BF16_BYTES / self.strategy.tensor / self.machine.memory_bytes_per_s
+        return Passes(work(memory=2 * read), work(), work(memory=3 * read))
+
+    def head(self) -> Passes:
+        """Work of the output projection, in 16 bits, and of the loss on its logits."""
+        elements = self.tokens * self.model.vocabulary / self.strategy.tensor
+        products = 2 * elements * self.model.hidden / self._operations_per_s("bf16")
+        logits = elements * (BF16_BYTES + LOGIT_BYTES) / self.machine.memory_bytes_per_s
+        gathered = self._tensor_s(2)
+        return Passes(
+            work(products=products, memory=2 * logits, tensor=gathered, launch=1),
+            work(products=products, memory=2 * logits, tensor=gathered, launch=1),
+            work(products=products, launch=1),
+        )
+
+    def _tensor_s(self, transfers: float) -> float:
+        """Seconds of gathers and scatters of a microbatch's activation among the ranks that share a layer."""
+        tensor = self.strategy.tensor
+        if tensor == 1:
+            return 0.0
+        size = self.tokens * self.model.hidden * BF16_BYTES * (tensor - 1) / tensor
+        return transfers * size / self._rate(tensor)
+
+    def stages(self) -> list[Passes]:
+        """Work of the decoder layers of each stage for a microbatch."""
+        sizes = self.strategy.layers_of_stages(self.model)
+        costs = {layer: self.layer(layer) for layer in set(self.model.layers)}
+        result = []
+        for size, end in zip(sizes, accumulate(sizes), strict=True):
+            counts = Counter(self.model.layers[end - size : end])
+            result.append(sum((costs[layer].times(count) for layer, count in counts.items()), IDLE))
+        return result
+
+    def ends(self) -> tuple[Passes, Passes]:
+        """Work in front of the first layer, and behind the last one: head, loss and prediction of further tokens."""
+        last, predicted = self.head(), self.model.predicted_tokens
+        if predicted:
+            last += (self.layer(self.model.layers[-1]) + self.head()).times(predicted)
+        return self.embedding(), last
+
+    def devices(self) -> list[Passes]:
+        """Work of each device of the pipeline for a microbatch."""
+        stages, p = self.stages(), self.strategy.pipeline
+        first, last = self.ends()
+        if self.strategy.vocabulary == "balanced":
+            return [(sum(stages, IDLE) + first + last).times(1 / p)] * p
+        if self.strategy.vocabulary == "ends":
+            stages[0] += first
+            stages[-1] += last
+        placed = [stages[device::p] for device in range(p)]
+        if self.strategy.schedule in V_SHAPED and self.strategy.virtual == 2:
+            placed = [[stages[device], stages[2 * p - 1 - device]] for device in range(p)]
+        devices = [sum(own, IDLE) for own in placed]
+        if self.strategy.vocabulary == "spread":
+            share = (first + last).times(1 / p)
+            return [device + share for device in devices]
+        return devices
+
+    def step(self, global_batch: int, slowdowns: Work) -> Work:
+        """Work of a step on its critical path: the busiest device's microbatches, warm-up and cool-down, messages,
+        gradients and optimizer. `slowdowns` only say which device is the busiest."""
+        one, devices = self.strategy, self.devices()
+        m, p, v = one.microbatches(global_batch), one.pipeline, one.virtual
+        busiest = max(devices, key=lambda device: float(device.total @ slowdowns))
+        others = sum(devices, IDLE) + busiest.times(-1)
+        forward, backward, weight = BUBBLES.get(one.schedule, _interleaved)(v)
+        ramp = forward * others.forward + backward * others.backward_input + weight * others.backward_weight
+        result = m * busiest.total + ramp
+        if p > 1:
+            sent = self.tokens * self.model.hidden * BF16_BYTES / one.tensor
+            apart = one.gpus // p  # ranks between neighbours of the pipeline
+            result += work(pipeline=2 * (m * v + p - 1) * sent / self._rate(2 * apart))
+        return result + self.replicas(m) + work(step=1)
+
+    def replicas(self, microbatches: int) -> Work:
+        """Work that replicas share in a step: gradients and weights sent, and the optimizer."""
+        one = self.strategy
+        dense, expert = self.parameters_of_device()
+        share = one.data * one.context
+        sent = 0.0
+        for count, ranks in ((dense, share), (expert, one.expert_data)):
+            sent += count * (ranks - 1) / ranks / self._rate(one.gpus // one.pipeline)
+        divided = one.sharding != "none"
+        updated = dense / (share if divided else 1) + expert / (one.expert_data if divided else 1)
+        optimizer = updated * OPTIMIZER_BYTES / self.machine.memory_bytes_per_s
+        if one.sharding == "fsdp":  # weights are gathered for F and B of each microbatch, and gradients scattered
+            return work(gather=sent * (2 * BF16_BYTES + GRADIENT_BYTES) * microbatches, optimizer=optimizer)
+        return work(data=sent * (BF16_BYTES + GRADIENT_BYTES), optimizer=optimizer)
+
+    def parameters_of_device(self) -> tuple[float, float]:
+        """Parameters of a device of the pipeline in the mean: of all but experts, and of its experts."""
+        one, model = self.strategy, self.model
+        expert = sum(layer.feed_forward.experts * layer.feed_forward.expert_parameters for layer in model.layers)
+        dense = model.parameters - expert
+        return dense / (one.tensor * one.pipeline), expert / (one.expert * one.expert_tensor * one.pipeline)
+
+
+def _layer(costs: CostModel, layer: Layer) -> Passes:
+    one, machine = costs.strategy, costs.machine
+    attention, feed_forward, h = layer.attention, layer.feed_forward, costs.model.hidden
+    n, s, tensor = costs.tokens, costs.sequence, one.tensor
+    rate, exact = costs._operations_per_s(), costs._operations_per_s("bf16")
+    memory = machine.memory_bytes_per_s
+
+    products = 2 * n * (attention.products + feed_forward.products) / tensor / rate
+    window = min(attention.window or s, s)
+    seen = s / 2 if window == s else window * (1 - window / (2 * s))
+    scores = 2 * n * seen * attention.heads * (attention.query_key_width + attention.value_width) / tensor / exact
+    routed = n / tensor * feed_forward.chosen * costs.expert_imbalance
+    experts = 2 * routed * feed_forward.expert_products / rate
+    local = feed_forward.experts / (one.expert * one.expert_tensor)
+    widths = 0.0 if feed_forward.experts else float(feed_forward.width)
+    if feed_forward.experts:
+        widths += feed_forward.products / (3 * h)  # shared experts
+    alike = n / (tensor if one.sequence_parallel else 1)
+    heads = attention.heads * (attention.query_key_width + attention.value_width)
+    heads += 2 * attention.key_value_heads * attention.query_key_width if not attention.latent_width else 0
+    accessed = alike * NORM_ACCESSES * h + n / tensor * (INNER_ACCESSES * widths + 2 * heads)
+    accessed += routed * (INNER_ACCESSES * feed_forward.width + 2 * h if feed_forward.experts else 0)
+    weights = (attention.products + feed_forward.products) / tensor + local * feed_forward.expert_products
+    read = accessed * BF16_BYTES / memory
+
+    transfers = 4 if not feed_forward.experts else 2
+    tensor_s = costs._tensor_s(transfers)
+    expert_s = _expert_s(costs, routed, feed_forward.chosen) if feed_forward.experts else 0.0
+    context_s = 0.0
+    if one.context > 1:
+        width = attention.latent_width or 2 * attention.key_value_heads * attention.value_width
+        hops = (one.context - 1) * n * width * BF16_BYTES
+        context_s = hops / (tensor if not attention.latent_width else 1) / costs._rate(tensor * one.context)
+    forward = work(
+        products=products,
+        attention=scores,
+        experts=experts,
+        memory=read,
+        tensor=tensor_s,
+        expert=expert_s,
+        context=context_s,
+        launch=1 + (feed_forward.experts > 0),
+    )
+    again = forward if one.recompute == "full" else work()
+    if one.recompute == "selective":
+        again = work(attention=scores)
+    backward = work(
+        products=products,
+        attention=2 * scores,
+        experts=experts,
+        memory=2 * read,
+        tensor=tensor_s,
+        expert=expert_s,
+        context=2 * context_s,
+        launch=1 + (feed_forward.experts > 0),
+    )
+    gathered = tensor_s / 2
+    added = weights * 2 * GRADIENT_BYTES / memory  # a gradient is read, added to and written
+    weight = work(products=products, experts=experts, memory=added, tensor=gathered, launch=1)
+    return Passes(forward, backward + again, weight)
+
+
+def _expert_s(costs: CostModel, routed: float, chosen: int) -> float:
+    """Seconds of dispatch and combine of a pass. Between nodes a token is sent once to each node that needs it."""
+    one, machine = costs.strategy, costs.machine
+    if one.expert == 1:
+        return 0.0
+    node = min(one.expert, machine.gpus_per_node)
+    nodes = one.expert / node
+    size = 2 * routed * costs.model.hidden * BF16_BYTES
+    seconds = size * (node - 1) / node / machine.link_bytes_per_s
+    if nodes > 1:
+        seconds += size * min(1.0, nodes / chosen) * (nodes - 1) / nodes / machine.bytes_per_s(one.expert)
+    return seconds
+
+
+V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
+"""Schedules whose second stage of a device is the opposite of the first (Controllable Memory, section 4)."""
+
+
+def _interleaved(virtual: int) -> tuple[float, float, float]:
+    return (1 / virtual,) * 3
+
+
+BUBBLES: Mapping[str, Callable[[int], tuple[float, float, float]]] = {
+    "zb-1p": lambda _: (1, 1, -1),
+    "zb-h1": lambda _: (1, 1, -1),
+    "zb-2p": lambda _: (0, 0, 0),
+    "zb-v": lambda _: (0, 0, 0),
+    "v-half": lambda _: (0.5, 0.5, 0),
+    "v-min": lambda _: (1, 1, -0.5),
+}
+"""Warm-up and cool-down of a schedule: how many F, B and W of the other devices the busiest waits for (Zero Bubble,
+table 2; Controllable Memory, table 2). Others are 1F1B, or interleaved by the number of virtual stages."""
