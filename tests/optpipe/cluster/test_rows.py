@@ -1,0 +1,58 @@
+"""Tables of measured steps: what a row says, what is assumed, and why one is skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from optpipe.cluster.rows import Row, Skipped, read_rows
+from optpipe.errors import InputError
+
+HEAD = (
+    "id,model,machine,gpus,sequence,global_batch,microbatch,tp,pp,vpp,seconds_per_step,tokens_per_s_per_gpu,notes,"
+    "task\n"
+)
+
+
+def read(path: Path, *lines: str) -> tuple[list[Row], list[Skipped]]:
+    table = path / "rows.csv"
+    table.write_text(HEAD + "\n".join(lines) + "\n")
+    return read_rows(table)
+
+
+def test_a_row_is_a_strategy(tmp_path: Path) -> None:
+    [row], skipped = read(tmp_path, "a,llama-3.1-70b,H100-SXM,64,8192,128,1,4,4,5,14.66,,,")
+    assert (row.strategy.tensor, row.strategy.pipeline, row.strategy.virtual, row.strategy.data) == (4, 4, 5, 4)
+    assert (row.machine, row.seconds, row.strategy.schedule, skipped) == ("h100", 14.66, "interleaved-1f1b", [])
+
+
+def test_time_follows_from_tokens(tmp_path: Path) -> None:
+    [row], _ = read(tmp_path, "a,llama-3.1-8b,h100,8,8192,128,1,1,1,,,10000,,")
+    assert row.seconds == pytest.approx(128 * 8192 / 8 / 10_000)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("a,unknown,h100,8,8192,8,1,1,1,,1,,,", "model 'unknown' is not known"),
+        ("a,llama-3.1-8b,h100,12,8192,8,1,8,1,,1,,,", "tp x cp x pp = 8 does not divide 12 GPUs"),
+        ("a,llama-3.1-8b,h100,8,,8,1,1,1,,1,,,", "sequence is not stated"),
+        ("a,llama-3.1-8b,h100,8,8192,12,1,1,1,,1,,,", "global_batch 12 is no multiple of dp x microbatch = 8"),
+        ("a,llama-3.1-8b,h100,8,8192,8,1,1,1,,1,,,lora", "task 'lora' does not train all parameters"),
+        ("a,llama-3.1-8b,h100,1.5,8192,8,1,1,1,,1,,,", "gpus is 1.5, which is no whole number"),
+    ],
+)
+def test_what_cannot_be_predicted_is_skipped_with_the_reason(tmp_path: Path, line: str, reason: str) -> None:
+    rows, skipped = read(tmp_path, line)
+    assert (rows, skipped) == ([], [Skipped("a", reason)])
+
+
+def test_a_file_that_is_no_table(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("hello\n1\n")
+    with pytest.raises(InputError, match=r"has no column 'model' but 'hello'\. Maybe its first line is no head"):
+        read_rows(path)
+    path.write_text(HEAD + "a" * 200_000)
+    with pytest.raises(InputError, match="field larger than field limit"):
+        read_rows(path)
