@@ -16,10 +16,13 @@ from typer.exceptions import TyperException
 
 from optpipe.cli import (
     bench,
+    calibrate,
     checkpoint,
     compare,
     database,
     export,
+    fits,
+    machines,
     models,
     plan,
     profile,
@@ -186,6 +189,9 @@ for name, command in (
     ("plan", plan.command),
     ("methods", solve.methods),
     ("models", models.command),
+    ("machines", machines.command),
+    ("fits", fits.command),
+    ("calibrate", calibrate.command),
     ("verify", verify.command),
     ("compare", compare.command),
     ("plot", verify.plot),

@@ -1,0 +1,134 @@
+"""`optpipe fits`: memory of each rank of a training job before it is launched, and what would make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optpipe.cli.console import AsJson, doing_long, print_json, stdout, table
+from optpipe.cli.strategy_options import (
+    Degree,
+    Degrees,
+    GlobalBatch,
+    Gpus,
+    MachineName,
+    ModelName,
+    PrecisionChoice,
+    RecomputeChoice,
+    Sequence,
+    ShardingChoice,
+    SoftwareName,
+)
+
+if TYPE_CHECKING:
+    from solver.layout.fitting import Rank
+
+GIB = 2**30
+KINDS = ("weights", "gradients", "optimizer", "activations", "fragments", "context")
+
+
+def command(
+    model: ModelName,
+    gpus: Gpus,
+    machine: MachineName,
+    sequence: Sequence,
+    global_batch: GlobalBatch,
+    tp: Degree = 1,
+    cp: Degree = 1,
+    ep: Degree = 1,
+    etp: Degree = 1,
+    pp: Degree = 1,
+    vpp: Degree = 1,
+    dp: Annotated[int | None, typer.Option(min=1, help="Replicas; default: what the GPUs leave.")] = None,
+    microbatch_size: Annotated[int, typer.Option(min=1, max=10**6, help="Sequences in a microbatch.")] = 1,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="A published schedule (`optpipe methods`), or a file with one; default: 1f1b, or interleaved-1f1b "
+            "where a device has several stages.",
+            metavar="NAME|FILE",
+        ),
+    ] = None,
+    precision: Annotated[PrecisionChoice, typer.Option(help="Operands of products.")] = PrecisionChoice.BF16,
+    sharding: Annotated[ShardingChoice, typer.Option(help="States that replicas divide.")] = ShardingChoice.OPTIMIZER,
+    recompute: Annotated[RecomputeChoice, typer.Option(help="What B computes again.")] = RecomputeChoice.NONE,
+    software: SoftwareName = "",
+    as_json: AsJson = False,
+) -> int:
+    """Predict the memory of every rank of a job by kind, and say if it fits. Exit code 1 if it does not.
+
+    Ranks of one stage are alike, so there is a row for each device of the pipeline. What does not fit is answered with
+    the one change that costs least time.
+    """
+    from optpipe.cluster.machine import Machine
+    from optpipe.cluster.model import load_model
+    from optpipe.cluster.software import software_of
+    from solver.layout.fitting import Job, cheapest_change, ranks_of
+
+    strategy = Degrees(gpus, tp, cp, ep, etp, pp, vpp, dp).strategy(
+        microbatch_size=microbatch_size,
+        precision=precision.value,
+        sharding=sharding.value,
+        recompute=recompute.value,
+    )
+    default = "1f1b" if vpp == 1 else "interleaved-1f1b"
+    file = Path(schedule) if schedule and Path(schedule).exists() else None
+    strategy = replace(strategy, schedule=default if file or schedule is None else schedule)
+    known = Machine.load(machine)
+    job = Job(load_model(model), known, sequence, global_batch, software_of(software), software)
+    job.check(strategy)
+    with doing_long(f"timing {strategy.schedule} of {job.model.name}"):
+        ranks = ranks_of(job, strategy, file or strategy.schedule)
+    capacity = known.facts.memory_bytes
+    fits = all(rank.total <= capacity for rank in ranks)
+    change = None if fits else cheapest_change(job, strategy)
+    if as_json:
+        document: dict[str, Any] = {
+            "fits": fits,
+            "memory_bytes": capacity,
+            "ranks": [_entry(rank, capacity) for rank in ranks],
+            "change": None,
+            "assumptions": list(job.model.assumptions),
+        }
+        if change:
+            document["change"] = {"option": change[0], "slower": job.seconds(change[1]) / job.seconds(strategy) - 1}
+        print_json(document)
+        return 0 if fits else 1
+    console = stdout()
+    rows = table("pp rank", *KINDS, "total GiB", "left", "at the peak")
+    for rank in ranks:
+        sizes = [f"{getattr(rank, kind) / GIB:.2f}" for kind in KINDS]
+        left = (capacity - rank.total) / GIB
+        rows.add_row(str(rank.device), *sizes, f"{rank.total / GIB:.2f}", f"{left:.2f}", rank.op_at_peak)
+    console.print(rows)
+    for sentence in job.model.assumptions:
+        console.print(sentence)
+    fullest = max(ranks, key=lambda rank: rank.total)
+    if fits:
+        console.print(
+            f"fits: {fullest.total / GIB:.2f} of {capacity / GIB:.0f} GiB on the fullest rank, predicted step "
+            f"{job.seconds(strategy):.2f} s"
+        )
+        return 0
+    over = (fullest.total - capacity) / GIB
+    console.print(f"DOES NOT FIT: {over:.2f} GiB too much on pp rank {fullest.device}")
+    if change:
+        slower = job.seconds(change[1]) / job.seconds(strategy) - 1
+        console.print(f"the cheapest change that fits: {change[0]} ({slower:+.1%} time)")
+    else:
+        console.print("no single change of it fits. Maybe more GPUs, or a larger --pp with --recompute full.")
+    return 1
+
+
+def _entry(rank: Rank, capacity: int) -> dict[str, Any]:
+    kinds = {f"{kind}_bytes": round(getattr(rank, kind)) for kind in KINDS}
+    return {
+        "device": rank.device,
+        **kinds,
+        "total_bytes": round(rank.total),
+        "left_bytes": round(capacity - rank.total),
+        "op_at_peak": rank.op_at_peak,
+    }

@@ -1,0 +1,177 @@
+"""Memory of each rank of a strategy under a schedule, and the cheapest change by which it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from optpipe.cluster.costs import CostModel
+from optpipe.cluster.layers import strategy_layers, strategy_partition
+from optpipe.cluster.machine import Machine
+from optpipe.cluster.memory import Held, MemoryModel
+from optpipe.cluster.model import Model
+from optpipe.cluster.software import Software
+from optpipe.cluster.strategy import Strategy, require_legal
+from optpipe.errors import InputError
+from optpipe.memory import planned_memory
+from optpipe.partition import Batching, build_problem
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from solver.limits import Limits
+from solver.solve import solve
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Memory of the ranks of one device of the pipeline, in bytes. `op_at_peak` runs when most is held."""
+
+    device: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Activations, logits and what ops hold for a moment, at their peak under the schedule."""
+    fragments: float
+    """Reserved by the allocator beside what is allocated."""
+    context: float
+    op_at_peak: str
+
+    @property
+    def allocated(self) -> float:
+        """Bytes that the program allocates."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+    @property
+    def total(self) -> float:
+        """Bytes that the device must have."""
+        return self.allocated + self.fragments + self.context
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model on a machine: what a strategy is chosen for."""
+
+    model: Model
+    machine: Machine
+    sequence: int
+    global_batch: int
+    software: Software
+    software_name: str = ""
+
+    def check(self, strategy: Strategy) -> None:
+        """Raise InputError if a strategy breaks a rule."""
+        node = self.machine.facts.gpus_per_node
+        require_legal(strategy, self.model, strategy.gpus, node, self.sequence, self.global_batch)
+
+    def is_legal(self, strategy: Strategy) -> bool:
+        """True if a strategy breaks no rule."""
+        try:
+            self.check(strategy)
+        except InputError:
+            return False
+        return True
+
+    def seconds(self, strategy: Strategy) -> float:
+        """Predicted seconds of a step by the closed form of its schedule."""
+        slowdowns = self.machine.efficiencies_of(strategy.precision, self.software_name).slowdowns
+        costs = CostModel(self.model, self.machine.facts, strategy, self.sequence)
+        return float(costs.step(self.global_batch, slowdowns) @ slowdowns)
+
+    def held(self, strategy: Strategy) -> list[Held]:
+        """Memory of each device of the pipeline by the closed form of its schedule."""
+        m = strategy.microbatches(self.global_batch)
+        return MemoryModel(self.model, strategy, self.sequence, m, self.software).devices()
+
+    def fits(self, strategy: Strategy) -> bool:
+        """True if the fullest rank has room, by the closed form."""
+        most = max(held.total for held in self.held(strategy)) * self.software.reserved
+        return most + self.software.context_bytes <= self.machine.facts.memory_bytes
+
+    def problem(self, strategy: Strategy) -> Problem:
+        """The scheduling problem of a strategy, without budgets."""
+        efficiencies = self.machine.efficiencies_of(strategy.precision, self.software_name)
+        layers = strategy_layers(
+            self.model, self.machine, strategy, self.sequence, self.software, efficiencies
+        ).model_copy(update={"memory_bytes": None})
+        batching = Batching(strategy.microbatch_size, strategy.microbatches(self.global_batch))
+        problem = build_problem(layers, strategy_partition(self.model, strategy), batching)
+        assert problem is not None, "only budgets can be too small"
+        return problem
+
+
+def ranks_of(job: Job, strategy: Strategy, schedule: str | Path) -> list[Rank]:
+    """Memory of each device of the pipeline under a published schedule, or under the orders of a file.
+
+    Raises InputError and MethodError where the schedule is for another pipeline.
+    """
+    problem = job.problem(strategy)
+    if isinstance(schedule, Path):
+        from optpipe.simulate import simulate
+        from solver.solution import Solution
+
+        orders = Schedule.load(schedule).orders_in(problem)
+        found = Solution(orders, simulate(problem, orders).value_us, 0.0, "given").to_schedule(problem, 0.0)
+    else:
+        found = solve(problem, schedule, Limits(time_limit_s=30))
+    software = job.software
+    ranks = []
+    for device, held in enumerate(job.held(strategy)):
+        peak, op = _peak(found, device)
+        allocated = held.weights + held.gradients + held.optimizer + peak
+        ranks.append(
+            Rank(
+                device,
+                held.weights,
+                held.gradients,
+                held.optimizer,
+                peak,
+                allocated * (software.reserved - 1),
+                software.context_bytes,
+                op,
+            )
+        )
+    return ranks
+
+
+def _peak(schedule: Schedule, device: int) -> tuple[int, str]:
+    """Most bytes of activations on a device, and the compute op that begins them."""
+    curve = planned_memory(schedule, device)
+    at_us = float(curve.times_us[int(np.argmax(curve.bytes))])
+    running = [op for op in schedule.devices[device].compute if op.start_us <= at_us]
+    return curve.peak_bytes, str(running[-1].key) if running else ""
+
+
+def cheapest_change(job: Job, strategy: Strategy) -> tuple[str, Strategy] | None:
+    """The single change of a strategy that fits and costs least time, with its name; None if none fits."""
+    fitting = [
+        (job.seconds(changed), name, changed)
+        for name, changed in _changes(strategy)
+        if job.is_legal(changed) and job.fits(changed)
+    ]
+    if not fitting:
+        return None
+    _, name, best = min(fitting, key=lambda one: one[0])
+    return name, best
+
+
+def _changes(one: Strategy) -> Iterator[tuple[str, Strategy]]:
+    """All strategies that differ from this one in one choice, with as many GPUs."""
+    for recompute in ("selective", "full"):
+        if recompute != one.recompute:
+            yield f"--recompute {recompute}", replace(one, recompute=recompute)
+    for sharding in ("optimizer", "fsdp"):
+        if sharding != one.sharding and not (sharding == "fsdp" and one.pipeline > 1):
+            yield f"--sharding {sharding}", replace(one, sharding=sharding)
+    for factor in (2, 4, 8):
+        if one.microbatch_size % factor == 0:
+            smaller = one.microbatch_size // factor
+            yield f"--microbatch-size {smaller}", replace(one, microbatch_size=smaller)
+        if one.data % factor == 0:
+            fewer = one.data // factor
+            yield f"--tp {one.tensor * factor}", replace(one, tensor=one.tensor * factor, data=fewer)
+            yield f"--pp {one.pipeline * factor}", replace(one, pipeline=one.pipeline * factor, data=fewer)
+            yield f"--cp {one.context * factor}", replace(one, context=one.context * factor, data=fewer)
+        yield f"--ep {one.expert * factor}", replace(one, expert=one.expert * factor)
