@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.ranks import RunRanks, ranks
+from tests.forked import forking
+from tests.ranks import RunRanks
 from tests.sample import FULL, SEED, examples
+from tests.torchrun import LOOPBACK
 
 # No deadline, and nothing judged by its time: a first example may compile a kernel or wait for a busy core.
 settings.register_profile(
@@ -71,7 +74,13 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Iterator[RunRanks]:
+def forked() -> Iterator[Path]:
+    """A folder with commands whose processes are forked, and for which warnings are errors; see `tests.forked`."""
+    with forking("-W", "error", environment=LOOPBACK) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def run_ranks(forked: Path) -> RunRanks:
     """Runs the ranks of a training without torchrun, and sooner; see `tests.ranks`."""
-    with ranks() as run:
-        yield run
+    return RunRanks(forked)

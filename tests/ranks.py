@@ -6,19 +6,14 @@ loaded torch, which otherwise each rank, and torchrun itself, does anew: most of
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.torchrun import LOOPBACK, TIMEOUT_SECONDS
 
@@ -32,10 +27,10 @@ class Ended(NamedTuple):
 
 
 class RunRanks:
-    """Runs ranks, one run at a time, forked by a server that the first run starts; see `ranks`."""
+    """Runs ranks, forked by the `python` in a folder of `tests.forked`."""
 
-    def __init__(self) -> None:
-        self._server: subprocess.Popen[bytes] | None = None
+    def __init__(self, commands: Path) -> None:
+        self.commands = commands
 
     def __call__(self, worker: Path, processes: int, *arguments: str) -> str:
         """Run the worker to its end on every rank and return what they printed on stdout.
@@ -55,87 +50,32 @@ class RunRanks:
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> list[Ended]:
         """Each rank when all have ended. With `fail_together` those that are left when one has failed are killed."""
-        with TemporaryDirectory() as name:
-            files = [(Path(name) / f"{rank}.out", Path(name) / f"{rank}.err") for rank in range(processes)]
-            port = str(_free_port())
-            wanted = [
-                {
-                    "script": str(worker),
-                    "arguments": arguments,
-                    "environment": os.environ | LOOPBACK | _place(rank, processes, port),
-                    "out": str(out),
-                    "err": str(err),
-                }
-                for rank, (out, err) in enumerate(files)
-            ]
-            try:
-                codes = self._codes(wanted, fail_together, time.monotonic() + timeout_seconds)
-            except BaseException as error:
-                self.end()
-                if isinstance(error, TimeoutError):
-                    errors = "".join(err.read_text() for _, err in files if err.exists())
-                    raise TimeoutError(f"{worker.name} took more than {timeout_seconds} s:\n{errors}") from None
-                raise
+        command = [str(self.commands / "python"), str(worker), *arguments]
+        port, until = str(_free_port()), time.monotonic() + timeout_seconds
+        with TemporaryDirectory() as name, ExitStack() as stack:
+            files = [[Path(name) / f"{rank}.{stream}" for stream in ("out", "err")] for rank in range(processes)]
+            ranks = []
+            for rank, (out, err) in enumerate(files):
+                streams = {"stdout": stack.enter_context(out.open("wb")), "stderr": stack.enter_context(err.open("wb"))}
+                own = os.environ | LOOPBACK | _place(rank, processes, port)
+                ranks.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, **streams))
+                stack.callback(_kill, ranks[-1])
+            while None in (codes := [rank.poll() for rank in ranks]):
+                if fail_together and any(codes):
+                    for rank in ranks:
+                        rank.kill()
+                if time.monotonic() > until:
+                    errors = "".join(err.read_text() for _, err in files)
+                    raise TimeoutError(f"{worker.name} took more than {timeout_seconds} s:\n{errors}")
+                time.sleep(0.01)
             return [
-                Ended(code, out.read_text(), err.read_text()) for code, (out, err) in zip(codes, files, strict=True)
+                Ended(code, *(path.read_text() for path in paths)) for code, paths in zip(codes, files, strict=True)
             ]
 
-    def end(self) -> None:
-        """End the server, and the ranks that still run."""
-        if self._server is not None:
-            os.killpg(self._server.pid, signal.SIGKILL)
-            self._server.communicate()
-            self._server = None
 
-    def _codes(self, wanted: list[dict[str, Any]], fail_together: bool, until: float) -> list[int]:
-        """Start the processes, and wait for the exit code of each."""
-        if self._server is None:
-            self._server = _start_server()
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(wanted).encode() + b"\n")
-        self._server.stdin.flush()
-        pids: list[int] = _told(self._server, until)
-        codes: dict[int, int] = {}
-        while len(codes) < len(pids):
-            pid, code = _told(self._server, until)
-            codes[pid] = code
-            if code and fail_together:
-                _kill(set(pids) - codes.keys())
-        return [codes[pid] for pid in pids]
-
-
-@contextmanager
-def ranks() -> Iterator[RunRanks]:
-    """Context in which ranks can be run."""
-    run = RunRanks()
-    try:
-        yield run
-    finally:
-        run.end()
-
-
-def _start_server() -> subprocess.Popen[bytes]:
-    """In a group of its own with all that it forks."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "tests.rank_server"],
-        env=os.environ | LOOPBACK,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-def _told(server: subprocess.Popen[bytes], until: float) -> Any:
-    """The next line of the server."""
-    assert server.stdout is not None
-    line = b""
-    while not line.endswith(b"\n"):
-        if not select.select([server.stdout], [], [], max(until - time.monotonic(), 0.0))[0]:
-            raise TimeoutError
-        byte = os.read(server.stdout.fileno(), 1)  # no more: what is buffered, select does not see
-        assert byte, "the server of ranks has ended"
-        line += byte
-    return json.loads(line)
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def _place(rank: int, processes: int, port: str) -> dict[str, str]:
@@ -149,9 +89,3 @@ def _free_port() -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     return port
-
-
-def _kill(pids: set[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

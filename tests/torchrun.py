@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 TIMEOUT_SECONDS = 300
@@ -15,14 +14,19 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os
 
 
 def torchrun(
-    worker: Path, processes: int, *arguments: str, timeout_seconds: float = TIMEOUT_SECONDS, restarts: int = 0
+    commands: Path,
+    worker: Path,
+    processes: int,
+    *arguments: str,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    restarts: int = 0,
 ) -> str:
     """Run the worker to its end on every rank and return what they printed on stdout.
 
     What they printed on stderr is shown where one of them fails or takes too long. All are started again, at most
     `restarts` times, when one of them ends otherwise.
     """
-    with start(worker, processes, *arguments, restarts=restarts) as launcher:
+    with start(commands, worker, processes, *arguments, restarts=restarts) as launcher:
         try:
             output, errors = launcher.communicate(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -35,16 +39,16 @@ def torchrun(
     return output
 
 
-def start(worker: Path, processes: int, *arguments: str, restarts: int = 0) -> subprocess.Popen[str]:
-    """The launcher, in a session of its own; whoever starts it ends it."""
-    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run"]
+def start(commands: Path, worker: Path, processes: int, *arguments: str, restarts: int = 0) -> subprocess.Popen[str]:
+    """The launcher, in a session of its own; whoever starts it ends it. All is forked (`tests.forked`)."""
+    command = [str(commands / "torchrun")]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}", str(worker), *arguments]
     # Else processes that are started again look for those of before: torchrun keeps their addresses in one store.
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHON_EXEC": str(commands / "python")}
     return subprocess.Popen(
         command,
-        env=os.environ | LOOPBACK | own_store,
+        env=os.environ | LOOPBACK | own,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

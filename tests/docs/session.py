@@ -2,7 +2,7 @@
 
 Only searches are shorter than on the page, most of all where several methods are compared, and a solve without a limit
 has one: what a longer one finds is not compared with anything, and all pages together would keep two cores busy for
-minutes. So would loading torch for each `optpipe`: these are forked from one process (`forked`).
+minutes. So would loading torch for each process: these are forked (`tests.forked`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.docs.blocks import COMMANDS, ROOT, Block
-from tests.docs.forked import CLIENT
 
 PATIENCE_S = 600.0
 """Only a page that hangs takes so long, whatever else the machine does."""
@@ -39,7 +36,7 @@ optpipe() {
         words+=("$word") before=$word
     done
     [ "$1" != solve ] || [ "$limited" ] || words+=(--time-limit $most_s)
-    command "${forked[@]:-optpipe}" "${words[@]}"
+    command optpipe "${words[@]}"
 }
 serving=
 trap '[ -z "$serving" ] || { kill "$serving"; wait "$serving"; } || true' EXIT
@@ -49,37 +46,17 @@ until command curl -sSf http://127.0.0.1:{port}/readyz > ready.log 2>&1; do kill
 """
 
 
-@contextmanager
-def forking() -> Iterator[Path]:
-    """Socket of a server that runs `optpipe` for pages (`tests.docs.forked`)."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "commands"
-        code = f"from tests.docs.forked import serve; serve({str(path)!r})"
-        own = {"PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(
-            [sys.executable, "-P", "-c", code], env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True
-        ) as server:
-            try:
-                while not path.exists():
-                    assert server.poll() is None, "the server of commands has ended"
-                    time.sleep(0.05)
-                yield path
-            finally:
-                os.killpg(server.pid, signal.SIGKILL)
-
-
-def run_page(blocks: Sequence[Block], folder: Path, port: int, server: Path | None = None) -> None:
+def run_page(blocks: Sequence[Block], folder: Path, port: int, commands: Path) -> None:
     """Run all blocks of commands, and compare what they print with what the page shows.
 
-    `optpipe serve` runs on `port` in the background, until the page ends. Other `optpipe` commands are run by the
-    `server`, where there is one.
+    `optpipe serve` runs on `port` in the background, until the page ends. What lies in the folder of `commands` takes
+    the place of others of the same name.
     """
     shutil.copytree(ROOT / "examples", folder / "examples")
     script = SERVE.sub(lambda serve: IN_BACKGROUND.format(command=serve[0], port=port), "".join(_lines(blocks)))
     with TemporaryDirectory() as data:  # PostgreSQL needs a short path, which another user than root may enter
         Path(data).chmod(0o755)
-        forked = shlex.join([*CLIENT, str(server)] if server else [])
-        run = _bash(f"forked=({forked})\n{PROLOGUE}" + ADDRESS.sub(rf"\1:{port}", script), folder, data)
+        run = _bash(PROLOGUE + ADDRESS.sub(rf"\1:{port}", script), folder, data, commands)
     place = _read(folder / ".at")
     printed = _read(folder / f".out-{place}") + _read(folder / "serve.log")
     assert run == 0, f"line {place} ended with {run}:\n{printed}"
@@ -125,10 +102,11 @@ def _commands(block: Block) -> Iterator[str]:
         yield f"{{\n{text}}} > .out-{block.line} 2>&1\n"
 
 
-def _bash(script: str, folder: Path, data: str) -> int:
+def _bash(script: str, folder: Path, data: str, commands: Path) -> int:
     """The exit code of a script; whatever it started ends with it."""
     own = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHON_EXEC": str(commands / "python"),
         "PYTHONPATH": str(ROOT),
         "XDG_CACHE_HOME": str(folder / ".cache"),
         "XDG_DATA_HOME": data,

@@ -15,7 +15,8 @@ from instances import INSTANCES
 from optpipe.cli.app import app
 from tests.docs.blocks import COMMANDS, OTHERS, ROOT, Block, blocks_of, pages, spans_of
 from tests.docs.changes import chosen_pages, is_concerned, name_of
-from tests.docs.session import PATIENCE_S, PROLOGUE, check_output, forking, run_page
+from tests.docs.session import PATIENCE_S, PROLOGUE, check_output, run_page
+from tests.forked import forking
 
 ELSEWHERE = {"docs/service.md": "tests/test_service_guide.py"}
 """Pages whose commands another test runs."""
@@ -92,31 +93,32 @@ def test_a_page_runs_again_where_it_a_command_or_an_example_of_it_has_changed() 
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Path]:
-    """Runs the pages' `optpipe` commands."""
-    with forking() as path:
-        yield path
+def commands() -> Iterator[Path]:
+    """A folder with what the pages run."""
+    with forking(environment={}) as folder:
+        yield folder
 
 
 @pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize("page", chosen_pages(), ids=name_of)
-def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, free_tcp_port: int, server: Path) -> None:
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, free_tcp_port: int, commands: Path) -> None:
     if name_of(page) in ELSEWHERE:
         assert page.name in (ROOT / ELSEWHERE[name_of(page)]).read_text()
     else:
-        run_page(blocks_of(page), tmp_path, free_tcp_port, server)
+        run_page(blocks_of(page), tmp_path, free_tcp_port, commands)
 
 
-def test_a_command_that_fails_is_found(tmp_path: Path, free_tcp_port: int) -> None:
+def test_a_command_that_fails_is_found(tmp_path: Path, free_tcp_port: int, commands: Path) -> None:
+    blocks = [Block(3, "sh", "true\n"), Block(7, "sh", "ls no-such-file\ntrue\n")]
     with pytest.raises(AssertionError, match=r"line 7 ended with 2:\n.*no-such-file"):
-        run_page([Block(3, "sh", "true\n"), Block(7, "sh", "ls no-such-file\ntrue\n")], tmp_path, free_tcp_port)
+        run_page(blocks, tmp_path, free_tcp_port, commands)
 
 
-def test_a_forked_command_is_one_of_the_shell(tmp_path: Path, free_tcp_port: int, server: Path) -> None:
+def test_a_forked_command_is_one_of_the_shell(tmp_path: Path, free_tcp_port: int, commands: Path) -> None:
     """Its streams, folder and environment are those of the shell, and so is its exit code."""
     script = "optpipe --version | cat > piped\noptpipe methods --json 2>/dev/null > first\n"
     failing = "cd examples\n: > ../code\noptpipe verify no-such-file.json 2> ../error || echo $? > ../code\n"
-    run_page([Block(1, "sh", script), Block(5, "sh", failing)], tmp_path, free_tcp_port, server)
+    run_page([Block(1, "sh", script), Block(5, "sh", failing)], tmp_path, free_tcp_port, commands)
     assert (tmp_path / "piped").read_text().startswith("optpipe ")
     assert (tmp_path / "first").read_text()[0] in "{["
     assert (tmp_path / "code").read_text() == "2\n"

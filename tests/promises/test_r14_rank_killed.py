@@ -57,12 +57,13 @@ CASES = {
 
 @pytest.mark.torchrun
 @pytest.mark.parametrize("name", some(list(CASES)))
-def test_it_goes_on_from_the_last_checkpoint_with_the_same_losses(name: str, tmp_path: Path) -> None:
+def test_it_goes_on_from_the_last_checkpoint_with_the_same_losses(name: str, tmp_path: Path, forked: Path) -> None:
     case = CASES[name]
     run = {"model": MODEL, "optimizer": OPTIMIZER, "steps": STEPS, "every_steps": EVERY, "data_parallel": 1}
     (tmp_path / "run.json").write_text(json.dumps(run | {"kills": case.kills}))
     (tmp_path / "schedule.json").write_text(schedule_text(one_f_one_b(case.processes, 4)))
-    torchrun(WORKER, case.processes, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS, restarts=len(case.kills))
+    limits = {"timeout_seconds": TIMEOUT_SECONDS, "restarts": len(case.kills)}
+    torchrun(forked, WORKER, case.processes, str(tmp_path), **limits)
     starts = [losses_of(path) for path in sorted(tmp_path.glob("losses-*.jsonl"))]
     assert tuple(min(start) for start in starts) == case.first_steps
     wanted = uninterrupted(case.processes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ def run(launch: Callable[..., str], folder: Path, runs: dict[str, Schedule], pro
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run(torchrun, tmp_path_factory.mktemp("two"), schedules(2), 2, "shared")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, forked: Path) -> Ranks:
+    return run(partial(torchrun, forked), tmp_path_factory.mktemp("two"), schedules(2), 2, "shared")
 
 
 CASES = [(name, dtype) for name in schedules(2) for dtype in MAX_ERROR]

@@ -135,8 +135,8 @@ def test_torch_loads_it_into_the_layout_of_fsdp(ranks: Ranks) -> None:
 
 
 @pytest.mark.torchrun
-def test_a_signal_to_the_launcher_ends_all_at_one_step_with_a_checkpoint(tmp_path: Path) -> None:
-    with start(ENDLESS, 2, str(tmp_path)) as launcher:
+def test_a_signal_to_the_launcher_ends_all_at_one_step_with_a_checkpoint(tmp_path: Path, forked: Path) -> None:
+    with start(forked, ENDLESS, 2, str(tmp_path)) as launcher:
         try:
             deadline = time.monotonic() + 120
             while not (tmp_path / "begun").exists() and launcher.poll() is None and time.monotonic() < deadline:
