@@ -48,7 +48,12 @@ def pages() -> Sequence[Path]:
 
 def blocks_of(page: Path) -> Sequence[Block]:
     """The blocks of a page in order; one that is indented, and a mark above no block, have no known language."""
-    return list(_blocks(page.read_text()))
+    return blocks_in(page.read_text())
+
+
+def blocks_in(text: str) -> Sequence[Block]:
+    """The blocks of a page's text."""
+    return list(_blocks(text))
 
 
 def spans_of(page: Path) -> Iterator[tuple[int, str]]:

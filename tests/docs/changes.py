@@ -1,4 +1,4 @@
-"""The pages whose commands a run of the tests takes: what they say or run has changed, or it is their turn.
+"""The pages whose commands a run of the tests takes: they have changed, or it is their turn.
 
 Commands of all pages take minutes. `make test-slow` runs all.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
-from tests.docs.blocks import ROOT, pages
-from tests.sample import FULL, some
+from tests.docs.blocks import COMMANDS, ROOT, Block, blocks_in, pages
+from tests.sample import FULL, SEED, examples
 
 ALWAYS = ("README.md", "docs/tutorial.md")
 """Pages that a newcomer runs first."""
@@ -20,13 +22,16 @@ LANDING_S = 24 * 3600
 
 
 def chosen_pages() -> Sequence[Path]:
-    """README, the tutorial, the pages that a change concerns, and a fifth of the others."""
-    changed = _changed_files()
-    if FULL or changed is None:
-        return pages()
-    concerned = [page for page in pages() if name_of(page) in ALWAYS or is_concerned(page, changed)]
-    others = [page for page in pages() if page not in concerned]
-    return sorted(concerned + some(others))
+    """README, the tutorial, pages with changed commands, and a fifth of the others: first what a change concerns."""
+    found = {page: commands for page in pages() if (commands := _commands(page.read_text()))}
+    base = _base()
+    if FULL or base is None:
+        return list(found)
+    certain = [p for p in found if name_of(p) in ALWAYS or found[p] != _commands(_text_at(base, p))]
+    others = [page for page in found if page not in certain]
+    changed = _git("diff", "--name-only", base).splitlines()
+    turns = sorted(Random(SEED).sample(others, len(others)), key=lambda page: not is_concerned(page, changed))
+    return sorted(certain + turns[: examples(len(others))])
 
 
 def name_of(page: Path) -> str:
@@ -35,12 +40,10 @@ def name_of(page: Path) -> str:
 
 
 def is_concerned(page: Path, changed: Iterable[str]) -> bool:
-    """True if a changed file is the page, a command or an example that it names, or what runs every command."""
+    """True if a changed file is a command or an example that the page names, or what runs every command."""
     text = page.read_text()
     for path in changed:
         folder, _, name = path.rpartition("/")
-        if path == name_of(page):
-            return True
         if folder == "optpipe/cli":
             command = name.removesuffix(".py").partition("_")[0]  # train_report.py is a part of `optpipe train`
             if f"optpipe {command}" in text or not _is_command(command):
@@ -57,14 +60,30 @@ def _is_command(name: str) -> bool:
     return name in groups or name in [str(command.name) for command in app.registered_commands]
 
 
-def _changed_files() -> Sequence[str] | None:
-    """Files that differ from what stood before the last day's commits; None where git does not know."""
+def _commands(text: str) -> Sequence[Block]:
+    """What of a page is run, wherever it stands there."""
+    return [
+        replace(block, line=0)
+        for block in blocks_in(text)
+        if block.mark == "file" or (block.language in COMMANDS and block.mark != "not run")
+    ]
+
+
+def _base() -> str | None:
+    """What stood before the last day's commits; None where git does not know."""
     try:
         head_s = int(_git("log", "-1", "--format=%ct"))
-        base = _git("rev-list", "-1", f"--before={head_s - LANDING_S}", "HEAD").strip()
-        return _git("diff", "--name-only", base).splitlines() if base else None
+        return _git("rev-list", "-1", f"--before={head_s - LANDING_S}", "HEAD").strip() or None
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _text_at(base: str, page: Path) -> str:
+    """A page as it stood; empty before it was written."""
+    try:
+        return _git("show", f"{base}:{name_of(page)}")
+    except subprocess.CalledProcessError:
+        return ""
 
 
 def _git(*arguments: str) -> str:

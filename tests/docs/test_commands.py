@@ -84,9 +84,9 @@ def test_what_is_no_name_is_found() -> None:
             check_names("", words)
 
 
-def test_a_page_runs_again_where_it_a_command_or_an_example_of_it_has_changed() -> None:
+def test_a_page_runs_sooner_where_a_command_or_an_example_of_it_has_changed() -> None:
     page = ROOT / "docs" / "trace.md"
-    for path in ("docs/trace.md", "optpipe/cli/trace.py", "optpipe/cli/console.py"):
+    for path in ("optpipe/cli/trace.py", "optpipe/cli/console.py"):
         assert is_concerned(page, [path]), path
     for path in ("docs/train.md", "optpipe/cli/bench.py", "examples/demo.py", "solver/solve.py"):
         assert not is_concerned(page, [path]), path
