@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 from instances import uniform
 from tests.api.web.jobs import posted
 from tests.browser import open_page
+from tests.sample import some
 
 PROBLEM = uniform(2, 4, budget=8, name="a name so long that it has to break somewhere on a narrow screen")
 VIEWS = ("list", "new", "faults", "job", "compare", "key")
@@ -59,7 +60,7 @@ def job(service_url: str, key: str) -> str:
     return posted(service_url, key, PROBLEM, tags=["ci", "a tag"])
 
 
-@pytest.fixture(params=["light", "dark"])
+@pytest.fixture(params=some(["light", "dark"]))
 def themed(browser: Browser, service_url: str, key: str, request: pytest.FixtureRequest) -> Iterator[Page]:
     with open_page(browser, service_url, key, color_scheme=request.param, reduced_motion="reduce") as page:
         yield page

@@ -14,7 +14,7 @@ from tests.api.web.conftest import SlowService
 from tests.api.web.jobs import posted
 from tests.browser import WAIT_MS
 
-TABS = 10
+TABS = 7
 """More than the six connections that a browser opens to one server."""
 
 
@@ -32,7 +32,7 @@ def opened(context: BrowserContext, job: str) -> Page:
     return page
 
 
-def test_ten_tabs_live_and_each_can_cancel(context: BrowserContext, slow: SlowService) -> None:
+def test_seven_tabs_live_and_each_can_cancel(context: BrowserContext, slow: SlowService) -> None:
     streams: list[Request] = []
     context.on("request", lambda request: request.url.endswith("/v1/events") and streams.append(request))
     # Problems that differ: an equal one might be answered by another job's solution.

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,15 @@ from tests.recomputing import FULL, one_f_one_b, recomputing
 from tests.sample import some
 
 WORKER = Path(__file__).parent / "worker.py"
-IN_4 = (
-    "tied llama, linear",
-    "qwen3-moe, linear",
-    "gpt2, replicas",
-    "tied llama, accumulated",
-    "qwen3-moe, accumulated replicas",
-    "tied llama, loaded",
-    "llama, loaded replicas",
+LOADED = ["tied llama, loaded", "llama, loaded replicas"]
+IN_4 = LOADED + some(
+    [
+        "tied llama, linear",
+        "qwen3-moe, linear",
+        "gpt2, replicas",
+        "tied llama, accumulated",
+        "qwen3-moe, accumulated replicas",
+    ]
 )
 
 TIED = ("tied llama", "gemma", "gemma3", "gpt2", "opt", "falcon", "falcon with alibi", "bloom")
@@ -65,8 +67,7 @@ def output_of(stages: list[nn.Module], x: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("cut", some(["1,1,1,2", "2,3", "1,3,1"]))
+@pytest.mark.parametrize(("name", "cut"), some([*product(CONFIGS, ("1,1,1,2", "2,3", "1,3,1"))]))
 def test_stages_compute_what_the_uncut_model_does(name: str, cut: str) -> None:
     model, plain = HuggingFace(saved(name), cut=cut), plain_model(name).eval()
     stages = model.build_stages()
@@ -138,7 +139,7 @@ def test_training_in_one_process(case: str) -> None:
     assert result.check is None or result.check.failures == ()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom", "qwen3-moe"])
+@pytest.mark.parametrize("name", some(["llama", "gemma3", "bloom", "qwen3-moe"]))
 def test_microbatches_of_different_lengths_train_as_the_uncut_model(name: str) -> None:
     """With rotary embeddings, sliding windows, alibi, and experts whose balance the messages carry."""
     config = config_of(f"{name}, V, checked")
@@ -151,7 +152,7 @@ def test_microbatches_of_different_lengths_train_as_the_uncut_model(name: str) -
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("gpt2", "selective:attn"), ("qwen3-moe", "selective:mlp"), ("phi", "selective+offload")],
+    some([("gpt2", "selective:attn"), ("qwen3-moe", "selective:mlp"), ("phi", "selective+offload")]),
 )
 def test_layers_and_parts_of_them_are_recomputed_one_at_a_time(name: str, mode: str) -> None:
     """Losses to the bit, with the experts' auxiliary loss and dropout; peaks as planned; nothing left after a step."""
@@ -344,8 +345,7 @@ def test_a_configuration_that_asks_for_outputs_in_tuples_is_run_by_name(name: st
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("stages", some([2, 4]))
+@pytest.mark.parametrize(("name", "stages"), some([*product(ARCHITECTURES, (2, 4))]))
 def test_loss_and_gradients_are_those_of_transformers(name: str, stages: int) -> None:
     """With padding, of which the ids of the last microbatch have most."""
     cut, folder = HuggingFace(saved_architecture(name), stages), saved_architecture(name).removeprefix("hf:")

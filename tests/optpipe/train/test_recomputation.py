@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.optpipe.train.update_cases import facts, noisy_model, same_bits, stat
 from tests.optpipe.train.update_cases import run as run_model
 from tests.recomputing import EXECUTABLE, FULL, OFFLOAD, random_executable, recomputing
 from tests.recomputing import one_f_one_b as recomputing_one_f_one_b
+from tests.sample import some
 
 SEEDS = (0, 1, 2)
 
@@ -38,8 +40,7 @@ def test_the_schedules_hold_every_form() -> None:
     assert set.union(*({*schedule.modes.flat} for schedule in found if schedule.modes is not None)) == set(range(6))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("seed", "tied"), some([*product(SEEDS, (False, True))]))
 def test_gradients_are_the_plain_steps_and_peaks_are_as_planned(seed: int, tied: bool) -> None:
     check = train(TrainingConfig(executable(seed), ModelConfig("tiny", tied=tied), steps=1, check=True)).check
     assert check is not None
@@ -53,8 +54,7 @@ def test_gradients_are_the_plain_steps_and_peaks_are_as_planned(seed: int, tied:
 SELECTIVE = ("selective", "selective-2", "selective+offload")
 
 
-@pytest.mark.parametrize("mode", SELECTIVE)
-@pytest.mark.parametrize("backward", ["CBW", "CB W", "C BW"])
+@pytest.mark.parametrize(("mode", "backward"), some([*product(SELECTIVE, ("CBW", "CB W", "C BW"))]))
 def test_blocks_that_run_again_give_the_same_bits_within_the_planned_memory(mode: str, backward: str) -> None:
     """Three layers a stage; losses of three steps of training, and every device's peak within 2 % of the plan."""
 
@@ -113,7 +113,7 @@ def test_recomputation_lowers_the_peak() -> None:
     assert peak("CBW") == peak("C BW") < peak("BW")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", some(SEEDS))
 def test_steps_that_are_undone_and_repeated_equal_the_synchronous_ones(seed: int) -> None:
     found = []
     for optimistic in (False, True):

@@ -22,23 +22,28 @@ from optpipe.train.model import Model
 from tests.optpipe.train import shared_stages
 from tests.optpipe.train.shared_cases import STEPS, config_of, plain
 from tests.ranks import RunRanks
+from tests.sample import some
 
 WORKER = Path(__file__).parent / "shared_worker.py"
 MAIN = Path(__file__).parents[1] / "cli" / "main_worker.py"
 NAMES = ("gpt2", "llama", "everywhere", "modules")
 
 TWO = [f"{name}, V, {more}" for name in NAMES for more in ("checked", "clipped", "resumed")]
-TWO += ["gpt2, online", "llama, online"]
+TWO = some([*TWO, "gpt2, online", "llama, online"])
 FOUR = [f"{name}, linear, {more}" for name in NAMES for more in ("checked", "clipped", "resumed")]
 FOUR += [f"{name}, replicas of a V, clipped" for name in ("everywhere", "modules")]
 FOUR += [f"{name}, replicas, {more}" for name in ("gpt2", "llama") for more in ("checked", "clipped")]
+FOUR = some(FOUR)
 
 
 def near(losses: list[float]) -> Any:
     return pytest.approx(losses, rel=0, abs=1e-5)
 
 
-@pytest.mark.parametrize("case", [f"{n}, {w}" for n in NAMES for w in ("linear", "V", "V, clipped")] + ["frozen, V"])
+ALONE = [f"{name}, {more}" for name in NAMES for more in ("linear", "V", "V, clipped")] + ["frozen, V"]
+
+
+@pytest.mark.parametrize("case", some(ALONE))
 def test_in_one_process(case: str) -> None:
     result = train(config_of(case))
     losses, parameters = plain(case)
@@ -108,7 +113,7 @@ def test_a_checkpoint_has_it_once(halves: Path, name: str) -> None:
     assert entries == 2 * plain(name)[1]
 
 
-@pytest.mark.parametrize("case", [f"{name}, {way}, resumed" for name in NAMES for way in ("linear", "V")])
+@pytest.mark.parametrize("case", some([f"{name}, {more}, resumed" for name in NAMES for more in ("linear", "V")]))
 def test_a_resumed_run_goes_on_in_one_process(halves: Path, tmp_path: Path, case: str) -> None:
     name = case.partition(",")[0]
     shutil.copytree(halves / name, tmp_path / name)

@@ -13,6 +13,7 @@ from optpipe.runtime.slices import check_slices
 from optpipe.schedule import Schedule
 from optpipe.train import CheckpointConfig, ModelConfig, TrainingConfig, train
 from tests.optpipe.train.cases import assert_plain_step
+from tests.sample import some
 from tests.sliced_schedules import COPY, microbatch_by_microbatch, seq1f1b_schedule, sliced_problem
 
 FULL = {"name": "full", "kept_bytes": 10, "recompute_us": 5, "segment_bytes": 90}
@@ -41,7 +42,10 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float64") for name in SCHEDULES), ("seq1f1b", "float32")])
+CASES = [*((name, "float64") for name in SCHEDULES), ("seq1f1b", "float32")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), some(CASES))
 def test_slices_equal_the_unsliced_step_in_the_planned_memory(name: str, dtype: Any) -> None:
     assert_plain_step(
         train(TrainingConfig(SCHEDULES[name], ModelConfig("tiny", layers=4, dtype=dtype), steps=1, check=True)).check,

@@ -14,10 +14,11 @@ from tests.optpipe.train.cases import assert_plain_step
 from tests.optpipe.train.sliced_worker import config_of
 from tests.optpipe.train.test_slices import SCHEDULES
 from tests.ranks import RunRanks
+from tests.sample import some
 from tests.sliced_schedules import seq1f1b_schedule
 
 WORKER = Path(__file__).parent / "sliced_worker.py"
-TWO = {name: SCHEDULES[name] for name in ("unequal slices", "split", "offload", "recomputed ahead")}
+TWO = {name: SCHEDULES[name] for name in some(("unequal slices", "split", "offload", "recomputed ahead"))}
 
 
 def run(launch: RunRanks, folder: Path, runs: dict[str, Schedule], processes: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from random import Random
 
 import pytest
@@ -29,8 +30,7 @@ def checked(result: TrainingResult) -> CheckResult:
     return result.check
 
 
-@pytest.mark.parametrize("dtype", MAX_ERROR)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "dtype"), some([*product(SCHEDULES, MAX_ERROR)]))
 def test_a_schedule_equals_the_plain_step_in_the_planned_memory(name: str, dtype: str) -> None:
     config = TrainingConfig(SCHEDULES[name], ModelConfig("tiny", dtype=dtype), steps=1, check=True)  # type: ignore[arg-type]
     assert_plain_step(train(config).check, dtype)
