@@ -100,7 +100,8 @@ class Limits:
     the clock to decide anything: it is the work that they may do, in units of about a second each (CP-SAT's
     deterministic time, evaluations of a local search), so that one worker and one seed give the same answer in every
     run. Only `milp` keeps to the time limit even so, because HiGHS counts no work. `lane`: among several solves of one
-    problem, 0 is the first; `auto` begins with another search in each, and the seeds differ as well.
+    problem, 0 is the first; `auto` begins with another search in each, and the seeds differ as well. `without`: names
+    of `solver.components` that a measurement leaves out.
     """
 
     time_limit_s: float = 30.0
@@ -111,6 +112,7 @@ class Limits:
     began: float = field(default_factory=time.perf_counter)
     deterministic_limit: float | None = None
     lane: int = 0
+    without: frozenset[str] = frozenset()
 
     def check(self) -> None:
         """Raise InputError for each value that is no limit of a solve."""

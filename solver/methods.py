@@ -11,7 +11,6 @@ from optpipe.errors import InputError, Issue, MethodError
 from optpipe.fields import MAX_BYTES
 from optpipe.ops import Orders
 from optpipe.problem import Problem
-from solver import searches
 from solver.build import over_budget
 from solver.microbatch_orders import refuse_without_cycle
 from solver.published.ada_offload import ada_offload
@@ -25,7 +24,7 @@ from solver.published.v_family import v_half, v_min, v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
 from solver.scale import refuse_beyond_milp, refuse_too_many_costs
-from solver.strategy import Search
+from solver.searches import SEARCHES, Search
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ METHODS: dict[str, Method] = {
             "exact",
             "interval model, OR-Tools CP-SAT, proves optimality",
             f"{_ANY}, modes, slices, free order",
-            search=searches.cp_sat,
+            search=SEARCHES["cp-sat"],
             modes=True,
             unsplit=True,
             factors=True,
@@ -97,7 +96,7 @@ METHODS: dict[str, Method] = {
             "exact",
             _HIGHS,
             f"{_ANY}, modes, slices, free order",
-            search=searches.milp,
+            search=SEARCHES["milp"],
             refuse=refuse_beyond_milp,
             modes=True,
             unsplit=True,
@@ -110,7 +109,7 @@ METHODS: dict[str, Method] = {
             "search",
             "simulated annealing over orders, offloads, activation modes and waits",
             f"{_ANY}, modes, slices, free order",
-            search=searches.annealing,
+            search=SEARCHES["search"],
             refuse=refuse_too_many_costs,
             modes=True,
             unsplit=True,
@@ -123,7 +122,7 @@ METHODS: dict[str, Method] = {
             "search",
             "one block of a microbatch, repeated every period",
             f"{_ANY}, modes or slices, free order",
-            search=searches.modulo,
+            search=SEARCHES["pattern"],
             refuse=refuse_without_cycle,
             modes=True,
             factors=True,

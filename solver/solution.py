@@ -17,13 +17,15 @@ class Solution:
     """Orders of a problem with the value that they reach, and a bound that holds for every schedule.
 
     Before any orders are known `orders` is None and `value_us` infinite. An infinite bound without orders is a proof
-    that no schedule keeps the budgets. `method` found the orders; a single search leaves it to its caller to name it.
+    that no schedule keeps the budgets. `method` found the orders and `proved_by` proved the bound; a single search
+    leaves it to its caller to name it.
     """
 
     orders: Orders | None = None
     value_us: float = float("inf")
     bound_us: float = 0.0
     method: str = ""
+    proved_by: str = ""
 
     @property
     def gap(self) -> float:

@@ -95,7 +95,7 @@ def search(
         if chosen.search is not None:
             subsolvers: Sequence[Subsolver] = [[TimeSlice(chosen.name, chosen.search, 1.0, limits.workers, once=True)]]
         else:
-            subsolvers = auto_subsolvers(problem, limits.workers, limits.lane)
+            subsolvers = auto_subsolvers(problem, limits.workers, limits.lane, limits.without)
         if not shared.stop.requested:
             on_searching()
             run_subsolvers(problem, shared, subsolvers)

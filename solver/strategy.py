@@ -13,22 +13,19 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from threading import Condition, Event, Thread
 
 from optpipe.problem import Problem
-from solver import searches
-from solver.bounds import lower_bound_us
+from solver.bounds.lower_bound import best_bound
 from solver.build import snapped_bound
 from solver.exact.memory_order import is_ordered_by_memory
 from solver.limits import Cancel, Limits
 from solver.microbatch_orders import cycles
 from solver.scale import costs_have_codes, count_ops, has_exact_states, value_step_us
-from solver.searches import is_ready
-from solver.solution import OnProgress, OnSolution, Progress, Solution
-
-Search = Callable[[Problem, Limits, Solution, OnSolution], Solution]
+from solver.searches import SEARCHES, Search, is_ready
+from solver.solution import OnProgress, Progress, Solution
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,7 @@ def _take(problem: Problem, shared: SharedIncumbent, time_slice: TimeSlice, roun
     before = shared.best
 
     def offer(solution: Solution) -> None:
-        shared.offer(replace(solution, method=time_slice.method))
+        shared.offer(replace(solution, method=time_slice.method, proved_by=time_slice.method))
 
     offer(time_slice.search(problem, limits, before, offer))
     return shared.best is before and limits.seconds < EARLY * limits.time_limit_s
@@ -182,7 +179,8 @@ class SharedIncumbent:
         self._lock = Condition()
         self._closed = self._is_reporting = False
         self._reports = deque[Progress]()
-        self._best = Solution(bound_us=lower_bound_us(problem))
+        proved_by, bound_us = best_bound(problem, limits.without)
+        self._best = Solution(bound_us=bound_us, proved_by=proved_by)
 
     @property
     def best(self) -> Solution:
@@ -234,10 +232,16 @@ class SharedIncumbent:
         best = self._best
         improves = solution.orders is not None and solution.value_us < best.value_us
         chosen = solution if improves else best
-        bound_us = max(best.bound_us, solution.bound_us)
-        if chosen.orders is not None:
-            bound_us = snapped_bound(chosen.value_us, bound_us, self._step_us)
-        return replace(chosen, bound_us=bound_us) if improves or bound_us > best.bound_us else best
+
+        def snapped(bound_us: float) -> float:
+            return bound_us if chosen.orders is None else snapped_bound(chosen.value_us, bound_us, self._step_us)
+
+        bound_us, proved_by = snapped(best.bound_us), best.proved_by
+        if snapped(solution.bound_us) > bound_us:
+            bound_us, proved_by = snapped(solution.bound_us), solution.proved_by
+        if improves or bound_us > best.bound_us:
+            return replace(chosen, bound_us=bound_us, proved_by=proved_by)
+        return best
 
 
 SMALL_OPS = 600
@@ -265,32 +269,45 @@ Between `SMALL_OPS` and `MOST_STATE_OPS` states have that time.
 """
 
 
-def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[Subsolver]:
+def auto_subsolvers(
+    problem: Problem, workers: int, lane: int = 0, without: Set[str] = frozenset()
+) -> Sequence[Subsolver]:
     """The subsolvers for a problem of this size on so many cores, in the order of the lane (`Limits.lane`).
 
-    Shares of one subsolver sum up to at most 1.
+    Shares of one subsolver sum up to at most 1. The others of a subsolver have the shares of searches that are left
+    out: those `without` names, and annealing where there are too many costs for it.
     """
-    subsolvers = _auto_subsolvers(problem, workers)
-    if not costs_have_codes(problem):
-        able = ([turn for turn in turns if turn.search is not searches.annealing] for turns in subsolvers)
-        subsolvers = [turns for turns in able if turns]
-    return [[*time_slices[(at := lane % len(time_slices)) :], *time_slices[:at]] for time_slices in subsolvers]
+    left_out = without if costs_have_codes(problem) else without | {"search"}
+    subsolvers = [_without(left_out, time_slices) for time_slices in _auto_subsolvers(problem, workers)]
+    return [[*slices[(at := lane % len(slices)) :], *slices[:at]] for slices in subsolvers if slices]
+
+
+def _without(names: Set[str], subsolver: Subsolver) -> Subsolver:
+    kept = [time_slice for time_slice in subsolver if time_slice.method not in names]
+    if len(kept) == len(subsolver):
+        return subsolver
+    total, left = (sum(time_slice.share for time_slice in slices) for slices in (subsolver, kept))
+    return [replace(time_slice, share=time_slice.share * total / left) for time_slice in kept]
+
+
+def _slice(name: str, share: float, workers: int = 1, once: bool = False) -> TimeSlice:
+    return TimeSlice(name, SEARCHES[name], share, workers, once)
 
 
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
     if ops <= SMALL_OPS and _leaves(problem):
         # Annealing and windows find the schedules beside CP-SAT; states of a few devices prove or bound them.
-        finding = [TimeSlice("search", searches.annealing, 0.1), TimeSlice("windows", searches.lns, 0.1)]
+        finding = [_slice("search", 0.1), _slice("windows", 0.1)]
         others = max(workers - 1, 1)
         proving = [
-            TimeSlice("states", searches.states, 0.01, others, once=True),
-            TimeSlice("states", searches.copy_proof, 0.1, others),
-            TimeSlice("cp-sat", searches.cp_sat, 0.48, others),
-            TimeSlice("states", searches.copy_proof, 0.2, others),
-            TimeSlice("states", searches.copy_states, 0.1, others),
-            TimeSlice("bound", searches.parts, 0.07, others),
-            TimeSlice("bound", searches.part_bounds, 0.04, others),
+            _slice("states", 0.01, others, once=True),
+            _slice("copy-proof", 0.1, others),
+            _slice("cp-sat", 0.48, others),
+            _slice("copy-proof", 0.2, others),
+            _slice("copy-states", 0.1, others),
+            _slice("part-proof", 0.07, others),
+            _slice("part-bounds", 0.04, others),
         ]
         if workers > 1:
             return [proving, finding]
@@ -299,42 +316,41 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     if MOST_PROOF_OPS < ops <= SMALL_OPS and many_chunks and has_exact_states(problem):
         return [
             [
-                TimeSlice("search", searches.annealing, 0.05, workers),
-                TimeSlice("states", searches.states, 0.25, workers, once=True),
-                TimeSlice("states", searches.beam, 0.3, workers, once=True),
-                TimeSlice("bound", searches.parts, 0.1, workers),
-                TimeSlice("windows", searches.lns, 0.1, workers),
-                TimeSlice("cp-sat", searches.cp_sat, 0.1, workers),
-                TimeSlice("search", searches.annealing, 0.1, workers),
+                _slice("search", 0.05, workers),
+                _slice("states", 0.25, workers, once=True),
+                _slice("beam", 0.3, workers, once=True),
+                _slice("part-proof", 0.1, workers),
+                _slice("windows", 0.1, workers),
+                _slice("cp-sat", 0.1, workers),
+                _slice("search", 0.1, workers),
             ]
         ]
     if ops <= SMALL_OPS:
         return [
             [
-                TimeSlice("search", searches.annealing, 0.05, workers),
-                TimeSlice("states", searches.states, 0.25, workers, once=True),
-                TimeSlice("bound", searches.parts, 0.1, workers),
-                TimeSlice("cp-sat", searches.cp_sat, 0.4, workers),
-                TimeSlice("windows", searches.lns, 0.1, workers),
-                TimeSlice("search", searches.annealing, 0.1, workers),
+                _slice("search", 0.05, workers),
+                _slice("states", 0.25, workers, once=True),
+                _slice("part-proof", 0.1, workers),
+                _slice("cp-sat", 0.4, workers),
+                _slice("windows", 0.1, workers),
+                _slice("search", 0.1, workers),
             ]
         ]
     if not _is_plain(problem):
         return _with_units(problem, ops, workers)
     if problem.has_modes:
         return _with_modes(problem, ops, workers)
-    first = [TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
+    first = [_slice("pattern", 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
     if _leaves(problem):
         shares = (0.15, 0.1) if ops <= MOST_MODEL_OPS else (0.4, 0.25)
-        lists, pattern = ("ada-offload", searches.in_flight), ("pattern", searches.modulo)
-        first = [TimeSlice(*lists, shares[0], once=True), TimeSlice(*pattern, shares[1], once=True)]
+        first = [_slice("lists", shares[0], once=True), _slice("pattern", shares[1], once=True)]
     if ops <= MOST_STATE_OPS:
-        first.append(TimeSlice("states", searches.states, 0.15, once=True))
+        first.append(_slice("states", 0.15, once=True))
     if workers == 1:
-        return [[*first, TimeSlice("search", searches.annealing, 0.2), *_models(problem, ops, 0.2, 1)]]
+        return [[*first, _slice("search", 0.2), *_models(problem, ops, 0.2, 1)]]
     beside = _models(problem, ops, 0.35, workers - 1)
-    beside = beside or [TimeSlice("search", searches.annealing, 0.35, workers - 1)]
-    return [[TimeSlice("search", searches.annealing, 0.35)], [*first, *beside]]
+    beside = beside or [_slice("search", 0.35, workers - 1)]
+    return [[_slice("search", 0.35)], [*first, *beside]]
 
 
 def has_lists(problem: Problem) -> bool:
@@ -358,27 +374,27 @@ def _with_modes(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]
     """List schedules and patterns beside annealing, and windows and CP-SAT behind both."""
     beside = max(workers - 1, 1)
     shares = (0.5, 0.25) if ops > MOST_MODEL_OPS else (0.3 if _leaves(problem) else 0.1, 0.4)
-    lists = TimeSlice("ada-offload", searches.in_flight, shares[0], once=True)
-    pattern = TimeSlice("pattern", searches.modulo, shares[1], once=True)
-    behind = [lists, pattern, TimeSlice("search", searches.annealing, 0.25, beside)]
+    lists = _slice("lists", shares[0], once=True)
+    pattern = _slice("pattern", shares[1], once=True)
+    behind = [lists, pattern, _slice("search", 0.25, beside)]
     if ops <= MOST_MODEL_OPS:
-        behind += [TimeSlice("windows", searches.lns, 0.15, beside), TimeSlice("cp-sat", searches.cp_sat, 0.1, beside)]
-    return [behind] if workers == 1 else [[TimeSlice("search", searches.annealing, 0.35)], behind]
+        behind += [_slice("windows", 0.15, beside), _slice("cp-sat", 0.1, beside)]
+    return [behind] if workers == 1 else [[_slice("search", 0.35)], behind]
 
 
 def _with_units(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]:
     """Annealing beside patterns, where costs repeat, and windows and CP-SAT up to `MOST_MODEL_OPS`."""
-    annealing = TimeSlice("search", searches.annealing, 0.35)
+    annealing = _slice("search", 0.35)
     beside = max(workers - 1, 1)
     repeats = all(stage.split_backward for stage in problem.stages) and not problem.has_modes and bool(cycles(problem))
-    behind = [TimeSlice("pattern", searches.modulo, 0.25, once=True)] if repeats else []
+    behind = [_slice("pattern", 0.25, once=True)] if repeats else []
     if ops <= MOST_MODEL_OPS:
-        behind.append(TimeSlice("windows", searches.lns, 0.2 if repeats else 0.35, beside))
-        behind.append(TimeSlice("cp-sat", searches.cp_sat, 0.2 if repeats else 0.25, beside))
+        behind.append(_slice("windows", 0.2 if repeats else 0.35, beside))
+        behind.append(_slice("cp-sat", 0.2 if repeats else 0.25, beside))
     if not behind:
-        return [[TimeSlice("search", searches.annealing, 0.5, workers)]]
+        return [[_slice("search", 0.5, workers)]]
     if len(behind) == 1 and workers > 1:
-        behind.append(TimeSlice("search", searches.annealing, 0.35, beside))
+        behind.append(_slice("search", 0.35, beside))
     return [[annealing, *behind]] if workers == 1 else [[annealing], behind]
 
 
@@ -389,9 +405,9 @@ def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver
     """
     if ops > MOST_MODEL_OPS:
         return []
-    windows = TimeSlice("windows", searches.lns, share, workers)
-    bound = TimeSlice("bound", searches.relaxation, 0.05, once=True)
-    parts = [TimeSlice("bound", searches.parts, 0.15, workers)] if MOST_STATE_OPS < ops <= MOST_PART_OPS else []
+    windows = _slice("windows", share, workers)
+    bound = _slice("relaxation", 0.05, once=True)
+    parts = [_slice("part-proof", 0.15, workers)] if MOST_STATE_OPS < ops <= MOST_PART_OPS else []
     if not is_ordered_by_memory(problem):
         return [*parts, windows, bound]
-    return [*parts, TimeSlice("cp-sat", searches.cp_sat, 0.15, workers), windows, bound]
+    return [*parts, _slice("cp-sat", 0.15, workers), windows, bound]

@@ -12,7 +12,7 @@ before the slow ones: they are as good in most cases, and available at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import partial
 
@@ -137,10 +137,11 @@ def offer_published(
     if count_ops(problem) > MOST_MODEL_OPS and has_lists(problem) and are_ready("lists"):
         from solver.search.in_flight import first_in_memory  # loads kernels that smaller problems do not need yet
 
-        if (orders := first_in_memory(problem)) is not None:
-            offer_orders(problem, shared, orders, "ada-offload")
+        orders = None if "first-lists" in shared.limits.without else first_in_memory(problem)
+        if orders is not None:
+            offer_orders(problem, shared, orders, "first-lists")
             limit_s = LEAST_S if share < 1 else limit_s
-    for name, make in _made(problem, adapts_to_memory=adapts_to_memory):
+    for name, make in starts(problem, shared.limits.without, adapts_to_memory=adapts_to_memory):
         taken = timed and time.thread_time() - began_s > limit_s and is_marked(WARM)
         if shared.stop.requested or (taken and shared.best.orders is not None):
             return
@@ -150,7 +151,7 @@ def offer_published(
             orders = make()
             if orders is not None:
                 offer_orders(problem, shared, orders, name)
-    floor = serial_orders(problem) if shared.best.orders is None else None
+    floor = None if "floor" in shared.limits.without or shared.best.orders else serial_orders(problem)
     if floor is not None:
         offer_orders(problem, shared, floor, "floor")
 
@@ -163,24 +164,27 @@ def offer_orders(problem: Problem, shared: SharedIncumbent, orders: Orders, name
         shared.offer(Solution(orders, value, shared.best.bound_us, name))
 
 
-def _made(problem: Problem, *, adapts_to_memory: bool) -> Iterator[tuple[str, Callable[[], Orders | None]]]:
-    """Makers of the published schedules of a problem, by name.
+def starts(
+    problem: Problem, without: Set[str] = frozenset(), *, adapts_to_memory: bool = True
+) -> Iterator[tuple[str, Callable[[], Orders | None]]]:
+    """Makers of the published schedules of a problem, by name; none whose name has a word of `without`.
 
     With modes for every choice of one variant a stage, with a free order of microbatches for every likely one.
     """
     able = [(name, make) for name, make in _published() if _is_able(name, problem)]
     if adapts_to_memory and _may_need_to_fit(problem):
-        able.append(("1f1b within memory", one_f_one_b_within_memory))
+        able.append(("1f1b, within-memory", one_f_one_b_within_memory))
+    able = [(name, make) for name, make in able if without.isdisjoint(name.split(", "))]
     if not problem.has_modes:
         yield from ((name, partial(make, problem)) for name, make in able)
-        if problem.has_free_order:
+        if problem.has_free_order and "in-order" not in without:
             for order_name, microbatch_order in likely_orders(problem):
                 for name, make in able:
                     yield f"{name}, {order_name}", partial(_in_order, make, problem, microbatch_order)
         return
-    for by_stage in choices(problem):
+    for by_stage in choices(problem) if "by-stage" not in without else ():
         for name, make in able:
-            yield f"{name}, by stage", partial(_by_stage, make, by_stage)
+            yield f"{name}, by-stage", partial(_by_stage, make, by_stage)
 
 
 def _is_able(name: str, problem: Problem) -> bool:
@@ -258,7 +262,7 @@ def _published() -> Iterator[tuple[str, Make]]:
     for name in WITH_KERNELS:
         whole = name.removesuffix(", repeated")
         yield name, _maker(name) if whole == name else partial(repeated_published, _maker(whole))
-    yield "zb-auto, whole forwards", zb_auto_of_whole_forwards
+    yield "zb-auto, even-warm-up", zb_auto_of_whole_forwards
 
 
 def _maker(name: str) -> Make:

@@ -46,7 +46,7 @@ def warm_up() -> None:
     from solver.build import build_schedule
     from solver.limits import Limits
     from solver.methods import METHODS
-    from solver.searches import KERNELS
+    from solver.searches import SEARCHES
     from solver.serial import serial_orders
     from solver.solution import Solution
 
@@ -60,10 +60,11 @@ def warm_up() -> None:
         build_schedule(problem, orders, 0.0, "floor", 0.0)
         nothing = MemorySteps(np.zeros(1, np.int64), np.zeros(1, np.int64), 0)
         Places(problem, orders, [nothing]).assign(np.ones((3, problem.microbatches)), 1)
-    for search, stage in KERNELS.items():
-        for problem, start in starts:
-            search(problem, Limits(workers=1, deterministic_limit=WORK), start, lambda _: None)
-        mark(stage)
+    for search in SEARCHES.values():
+        if search.kernels:
+            for problem, start in starts:
+                search(problem, Limits(workers=1, deterministic_limit=WORK), start, lambda _: None)
+            mark(search.kernels)
     for problem, _ in starts:
         for method in METHODS.values():
             if method.orders is not None:

@@ -23,6 +23,7 @@ from optpipe.cli.console import (
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, write_atomically
 from optpipe.units import number_text, share_text, us_text
+from solver.components import NAMES, components_named
 
 if TYPE_CHECKING:
     from optpipe.plot.value_over_time import InstanceCurves
@@ -62,6 +63,14 @@ def command(
     only: Annotated[str, typer.Option(help="Run only instances whose name matches this pattern (*, ?).")] = "*",
     workers: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads; default: all cores.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the search.")] = 0,
+    deterministic_limit: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1e6, help="Limit the work of one thread instead of the time.", metavar="WORK"),
+    ] = None,
+    without: Annotated[
+        str | None,
+        typer.Option(help=f"Leave out these parts of auto; others get their work: {', '.join(NAMES)}.", metavar="a,b"),
+    ] = None,
     seconds_ratio: Annotated[
         float | None,
         typer.Option(min=1.0, help="Fail if a run takes more than this many times the recorded seconds."),
@@ -82,6 +91,14 @@ def command(
 
     if force and not record:
         raise InputError([Issue("--force", "no_record", "is given without --record. Maybe add --record.")])
+    for option, given in (("--without", without), ("--deterministic-limit", deterministic_limit)):
+        if record and given is not None:
+            detail = "is given with --record, which keeps runs of all of auto by the clock. Maybe leave one out."
+            raise InputError([Issue(option, "not_recorded", detail)])
+    if deterministic_limit is not None and (time_limit is not None or (workers or 1) > 1):
+        detail = "counts the work of one thread, without the clock. Maybe leave out --time-limit and --workers."
+        raise InputError([Issue("--deterministic-limit", "not_deterministic", detail)])
+    left_out = components_named(names_in(without), "--without") if without is not None else frozenset()
     path = _suite_path(suite)
     if record and path.resolve().is_relative_to(INSTALLED):  # the next installation would overwrite the records
         detail = (
@@ -98,7 +115,9 @@ def command(
     seconds = time_limit or loaded.time_limit_s or DEFAULT_TIME_LIMIT_S
 
     def limits() -> Limits:
-        return Limits(seconds, 0.0, workers or available_cores(), seed)
+        if deterministic_limit is not None:
+            return Limits(float("inf"), 0.0, 1, seed, deterministic_limit=deterministic_limit, without=left_out)
+        return Limits(seconds, 0.0, workers or available_cores(), seed, without=left_out)
 
     compile_once()
     results, interrupted = _run(cases, limits, seconds_ratio)
@@ -267,7 +286,7 @@ def _print_against_public(results: Sequence[Result], method: str) -> None:
 def document(
     path: Path, results: Sequence[Result], limits: Limits, interrupted: bool, recorded: int | None
 ) -> dict[str, Any]:
-    """All results as one JSON document; a curve is a list of [seconds, value_us, bound_us, method]."""
+    """All results as one JSON document; a curve is a list of [seconds, value_us, bound_us, found_by, proved_by]."""
     from importlib.metadata import version
 
     entries = []
@@ -287,11 +306,14 @@ def document(
             entries.append(entry | {"why_not": measured.why_not})
             continue
         values = {key: getattr(figures, key) for key in ("value_us", "bound_us", "gap", "bubble")}
+        values |= {"found_by": measured.curve[-1].method, "proved_by": measured.curve[-1].proved_by}
         values["status"] = "optimal" if figures.optimal else "feasible"
         entries.append(entry | values | {"change": _change(result), "curve": [list(point) for point in measured.curve]})
     return {
         "suite": str(path),
-        "time_limit_s": limits.time_limit_s,
+        "time_limit_s": limits.time_limit_s if limits.deterministic_limit is None else None,
+        "deterministic_limit": limits.deterministic_limit,
+        "without": sorted(limits.without),
         "workers": limits.workers,
         "seed": limits.seed,
         "version": version("optpipe"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 
 from optpipe.fields import MAX_TIME_US
 from optpipe.problem import Problem
@@ -18,8 +18,22 @@ from solver.bounds.whole_forwards import whole_forwards_bound_us
 from solver.variants import fitting_variants
 
 
-def lower_bound_us(problem: Problem) -> float:
+def lower_bound_us(problem: Problem, without: Set[str] = frozenset()) -> float:
     """The best bound known on the problem's objective without search, in less than a second.
+
+    `without`: names of bounds that are left out (`solver.components`).
+    """
+    return best_bound(problem, without)[1]
+
+
+def best_bound(problem: Problem, without: Set[str] = frozenset()) -> tuple[str, float]:
+    """The name of the best of all bounds, and the bound; "" and 0 where all are left out."""
+    bounds_us = lower_bounds_us(problem, without)
+    return max(bounds_us.items(), key=lambda entry: entry[1], default=("", 0.0))
+
+
+def lower_bounds_us(problem: Problem, without: Set[str] = frozenset()) -> dict[str, float]:
+    """The best bound of each kind that a problem has, by its name in `solver.components`.
 
     Measured for 96 microbatches on 32 devices in little memory: 0.2 s of one core, 0.4 s with activation modes or with
     eight slices; 0.8 s for 512 of eight slices on 64. Larger ones get only bounds whose time hardly grows.
@@ -31,12 +45,25 @@ def lower_bound_us(problem: Problem) -> float:
     it says of the order of units counts for equal microbatches as well, up to `MOST_RELEASE_NODES`.
     """
     if problem.has_factors or problem.slice_count > 1:
-        return float(max(unit_bounds_us(problem)))
+        return _kept(unit_bounds_us(problem), without)
     if problem.has_modes:
-        bounds = (mode_bounds_us(problem), round_bounds_us(problem))
-        return max(lower_bound_us(_without_budgets(problem)), _order_bound_us(problem), *map(max, bounds))
-    known_us = max(longest_chain_us(problem), _order_bound_us(problem), *device_bounds_us(problem))
-    return whole_forwards_bound_us(problem, known_us)
+        relaxed = lower_bounds_us(_without_budgets(problem), without)
+        own = {
+            "release-order": _order_bound_us(problem),
+            "modes": max(mode_bounds_us(problem)),
+            "rounds": max(round_bounds_us(problem)),
+        }
+        return _kept({name: max(relaxed.get(name, 0.0), own.get(name, 0.0)) for name in {**relaxed, **own}}, without)
+    bounds = {"chain": longest_chain_us(problem), "release-order": _order_bound_us(problem)}
+    bounds |= {name: max(bounds_us(problem)) for name, bounds_us in _DEVICE_BOUNDS.items()}
+    kept = _kept(bounds, without)
+    if "whole-forwards" not in without:
+        kept["whole-forwards"] = whole_forwards_bound_us(problem, max(kept.values(), default=0.0))
+    return kept
+
+
+def _kept(bounds_us: dict[str, float], without: Set[str]) -> dict[str, float]:
+    return {name: float(bound_us) for name, bound_us in bounds_us.items() if name not in without}
 
 
 def _order_bound_us(problem: Problem) -> float:
@@ -46,12 +73,20 @@ def _order_bound_us(problem: Problem) -> float:
     return float(max(ordered_bounds_us(UnitCosts.of(problem)), default=0.0))
 
 
+_DEVICE_BOUNDS: dict[str, Callable[[Problem], Sequence[float]]] = {
+    "warmup-cooldown": warmup_cooldown_bounds_us,
+    "memory-time": memory_time_bounds_us,
+    "rounds": round_bounds_us,
+    "shared-channel": shared_channel_bounds_us,
+}
+"""Bounds of each device, where microbatches are alike and have no modes."""
+
+
 def device_bounds_us(problem: Problem) -> Sequence[float]:
     """The best bound from each device that has stages."""
     if problem.has_factors or problem.slice_count > 1:
         return unit_device_bounds_us(problem)
-    kinds = (warmup_cooldown_bounds_us, memory_time_bounds_us, round_bounds_us, shared_channel_bounds_us)
-    return [max(bounds) for bounds in zip(*(bounds_us(problem) for bounds_us in kinds), strict=True)]
+    return [max(bounds) for bounds in zip(*(bounds(problem) for bounds in _DEVICE_BOUNDS.values()), strict=True)]
 
 
 def _without_budgets(problem: Problem) -> Problem:

@@ -20,15 +20,13 @@ from solver.bounds.unit_costs import LARGEST_SUM, UnitCosts
 from solver.bounds.unit_order import ordered_bounds_us
 
 
-def unit_bounds_us(problem: Problem) -> Sequence[float]:
+def unit_bounds_us(problem: Problem) -> dict[str, float]:
     """One microbatch alone, the work and memory of each device, and what the given order and memory chain together."""
     costs = UnitCosts.of(problem)
-    bounds = [costs.longest_microbatch_us, *_device_bounds_us(costs)]
+    bounds = {"chain": costs.longest_microbatch_us, "unit-device": max(_device_bounds_us(costs))}
     if problem.has_free_order:
-        bounds.append(free_order_bound_us(costs))
-    else:
-        bounds += ordered_bounds_us(costs)
-    return bounds
+        return bounds | {"free-order": free_order_bound_us(costs)}
+    return bounds | {"release-order": max(ordered_bounds_us(costs), default=0.0)}
 
 
 def unit_device_bounds_us(problem: Problem) -> Sequence[float]:

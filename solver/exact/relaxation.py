@@ -37,7 +37,7 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Solution, on_solut
     first part that is not solved in half of the time left. Reports each better bound; the orders of `start` come back.
     Where no schedule of a part keeps the budgets, none of the whole does.
     """
-    answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem)))
+    answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem, limits.without)))
     proved: dict[frozenset[int], float] = {}
     for number, kept in enumerate(parts(problem, _devices_by_bound(problem)[0]), 1):
         if limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us):
@@ -50,7 +50,7 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Solution, on_solut
         inside_us = max((bound_us for inner, bound_us in inner_parts if inner <= {*kept}), default=0.0)
         orders = restricted(start.orders, kept) if start.orders else None
         value_us = simulate(part, orders).value_us if orders else float("inf")
-        solved = Solution(orders, value_us, max(inside_us, lower_bound_us(part)))
+        solved = Solution(orders, value_us, max(inside_us, lower_bound_us(part, limits.without)))
         if value_us > max(answer.bound_us, solved.bound_us):
             # Half of the time left; of work, which is not given back, a half, a quarter and so on.
             share = 0.5 if limits.deterministic_limit is None else 0.5**number
@@ -74,7 +74,7 @@ def proof_by_parts(problem: Problem, limits: Limits, start: Solution, on_solutio
     proof. Returns the start where the limits end the search first. With several workers each begins with a device of
     its own, and the first to have an answer ends the others.
     """
-    answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem)))
+    answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem, limits.without)))
     if limits.cancel.requested or answer.value_us == float("inf") or limits.reached(answer.value_us, answer.bound_us):
         return answer
     firsts = _devices_by_bound(problem)[: limits.workers if limits.deterministic_limit is None else 1]
@@ -114,7 +114,7 @@ def _proof_by_parts_from(
         if orders is None or simulate(part, orders).value_us >= start.value_us:
             number += 1
             question = limits.part(0.5**number) if limits.deterministic_limit is not None else limits
-            begun = Solution(None, start.value_us, lower_bound_us(part))
+            begun = Solution(None, start.value_us, lower_bound_us(part, limits.without))
             found = ask_for_better(part, question, begun, on_solution if whole else lambda _: None)
             if found.orders is None or whole:
                 answer = replace(start if found.orders is None else found, bound_us=start.bound_us)
@@ -133,7 +133,7 @@ def bound_by_parts(problem: Problem, limits: Limits, start: Solution, on_solutio
     question is for less, and the second time the next part's. With several workers as many parts are asked at a time.
     Reports each better bound; the orders of `start` come back.
     """
-    answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem)))
+    answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem, limits.without)))
     largest, devices, unit_us = _largest(problem), _devices_by_bound(problem), time_unit_us(problem)
     sets = [_connected(problem, chosen) for chosen in [*((d,) for d in devices), *combinations(devices, 2)]]
     waiting = iter([kept for kept in sets if len(kept) < len(problem.stages) and _has_possible_delays(largest, kept)])
@@ -147,7 +147,7 @@ def bound_by_parts(problem: Problem, limits: Limits, start: Solution, on_solutio
             if kept is None:
                 return
             part = projected(problem, kept)
-            known_us, lowest_us, unanswered = answer.value_us, lower_bound_us(part), 0
+            known_us, lowest_us, unanswered = answer.value_us, lower_bound_us(part, limits.without), 0
             while unanswered < 2:
                 halfway_us = ceil(Fraction(answer.bound_us + known_us) / 2 / unit_us) * unit_us
                 target_us = min(float(halfway_us), known_us)

@@ -127,7 +127,7 @@ class Dolls:
         """A bound in ticks for the last `count` microbatches without a search."""
         if count < self.problem.microbatches and self.problem.objective == "device_span":
             return self.known[count]  # the largest span may be that of another device
-        bound_us = lower_bound_us(self.problem.with_microbatches(count))
+        bound_us = lower_bound_us(self.problem.with_microbatches(count), self.limits.without)
         return max(self.known[count], floor(bound_us * (1 - 1e-11) / self.unit_us))
 
     @property

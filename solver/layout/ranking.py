@@ -25,7 +25,7 @@ from solver.limits import Limits, until_interrupted
 from solver.process import SolverDiedError, solve_in_child
 from solver.published.within_memory import one_f_one_b_within_memory
 from solver.scale import costs_have_codes, count_ops
-from solver.searches import annealing
+from solver.searches import SEARCHES
 from solver.serial import impossible_budgets, serial_orders
 from solver.solution import Solution
 from solver.strategy import LARGE_OPS, SharedIncumbent
@@ -214,7 +214,7 @@ def _anneal(problem: Problem, shared: SharedIncumbent) -> None:
         return
     if costs_have_codes(problem):
         limits = replace(shared.limits, workers=1, deterministic_limit=ANNEALED, cancel=shared.stop)
-        shared.offer(replace(annealing(problem, limits, shared.best, lambda _: None), method="search"))
+        shared.offer(replace(SEARCHES["search"](problem, limits, shared.best, lambda _: None), method="search"))
 
 
 def _by_value(one: Judged) -> tuple[float, float]:

@@ -83,6 +83,7 @@ def solution_message(
         "value_us": solution.value_us,
         "bound_us": solution.bound_us,
         "method": solution.method,
+        "proved_by": solution.proved_by,
     }
     if with_orders and solution.orders is not None:
         message["orders"] = _pack(solution.orders)
@@ -92,7 +93,8 @@ def solution_message(
 def read_solution(message: Message, before: Solution) -> Progress:
     """The solution of a message; orders that it leaves out are those of the one before."""
     orders = _unpack(message["orders"]) if "orders" in message else before.orders
-    solution = Solution(orders, message["value_us"], message["bound_us"], message["method"])
+    fields = (message[name] for name in ("value_us", "bound_us", "method", "proved_by"))
+    solution = Solution(orders, *fields)
     return Progress(solution, message["seconds"])
 
 

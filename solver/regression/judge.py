@@ -157,6 +157,8 @@ def with_records(suite: Suite, results: Sequence[Result], limits: Limits, force:
                 time_limit_s=limits.time_limit_s,
                 workers=limits.workers,
                 version=version("optpipe"),
+                found_by=result.measured.curve[-1].method,
+                proved_by=result.measured.curve[-1].proved_by,
             )
     entries = [
         entry.model_copy(update={"recorded": records.get((entry.instance, entry.method), entry.recorded)})

@@ -19,10 +19,11 @@ from optpipe.errors import InfeasibleError, InputError, Issue, MethodError, NoSo
 from optpipe.fields import Count, Instant, Share, TimeUs, reject
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from solver import searches
+from solver.bounds.lower_bound import best_bound
 from solver.build import snapped_bound
 from solver.limits import Limits
 from solver.methods import method_named
+from solver.searches import load_searches
 from solver.solution import Progress
 from solver.solve import solve_until_interrupted
 from solver.strategy import wait_for_outlived
@@ -36,7 +37,11 @@ Seconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 
 
 class Recorded(Document):
-    """Recorded run of one method on one instance: its result and its limits."""
+    """Recorded run of one method on one instance: its result and its limits.
+
+    `found_by` and `proved_by`: the search, start or bound without search of which the value and the bound are; older
+    records lack them.
+    """
 
     value_us: Instant
     bound_us: Instant
@@ -44,6 +49,8 @@ class Recorded(Document):
     time_limit_s: Seconds
     workers: Count
     version: str = Field(max_length=50)
+    found_by: str = Field(default="", max_length=100)
+    proved_by: str = Field(default="", max_length=100)
 
     @model_validator(mode="after")
     def _bound_holds(self) -> Self:
@@ -164,12 +171,13 @@ MOST_OUTLIVED_S = 60.0
 
 
 class Point(NamedTuple):
-    """Best value and bound `seconds` after the start, and the method that found the value."""
+    """Best value and bound `seconds` after the start, and what found the one and proved the other."""
 
     seconds: float
     value_us: float
     bound_us: float
     method: str
+    proved_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -228,19 +236,21 @@ def measure(problem: Problem, method: str, limits: Limits) -> MeasuredRun:
     pauses between incumbents would be measured as well. The figures are those at the time limit. A search that exceeds
     the limit is waited for before this returns, so that it does not slow down the next run.
     """
-    searches.load_searches()
+    load_searches()
     limits = replace(limits, began=time.perf_counter())
     curve: list[Point] = []
 
     def note(progress: Progress) -> None:
         best = progress.solution
-        curve.append(Point(progress.seconds, best.value_us, best.bound_us, best.method))
+        curve.append(Point(progress.seconds, best.value_us, best.bound_us, best.method, best.proved_by))
 
     figures, why_not, failed = None, "", False
     try:
         schedule = solve_until_interrupted(problem, method, limits, note)
         figures = Figures.of(schedule)
-        last = Point(figures.seconds, figures.value_us, figures.bound_us, schedule.method)
+        # A published schedule that was asked for reports no progress; what a search leaves to drop is not a search's.
+        found_by, proved_by = curve[-1][3:] if curve else (schedule.method, best_bound(problem, limits.without)[0])
+        last = Point(figures.seconds, figures.value_us, figures.bound_us, found_by, proved_by)
         if not curve or curve[-1][1:3] != last[1:3]:
             curve.append(last)
     except (MethodError, InfeasibleError, NoSolutionError) as error:

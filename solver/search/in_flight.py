@@ -211,7 +211,7 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
 
     runs: list[tuple[float, int, Kind, Trials, Iterator[Choice]]] = []
     closest: tuple[float, Choice] | None = None
-    for k, kind in enumerate(_kinds(problem)):
+    for k, (_, kind) in enumerate(entry for entry in _kinds(problem) if entry[0] not in limits.without):
         trials = Trials(kind(short), limits.part(FIRST_SHARE))
         found = improving(trials)
         # The orders of a million ops take seconds to make and to judge: a good start needs no first ones.
@@ -233,7 +233,7 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
         trials.limits = limits
         for choice in found:
             offer(kind, trials, choice)
-        if isinstance(trials.lists, ListsInMemory):
+        if isinstance(trials.lists, ListsInMemory) and "random-lists" not in limits.without:
             trials.limits = limits.part(RANDOM_SHARE)
             for choice in varied(trials):
                 offer(kind, trials, choice)
@@ -242,7 +242,7 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
 
 def first_in_memory(problem: Problem) -> Orders | None:
     """The orders of the first lists in which memory decides; None where there are none, or it has no room for them."""
-    for kind in _kinds(problem):
+    for _, kind in _kinds(problem):
         lists = kind(problem)
         if isinstance(lists, ListsInMemory):
             choice = lists.first
@@ -258,22 +258,29 @@ def _with_fewer(choice: Choice) -> Choice:
     return replace(choice, in_flight=choice.in_flight - max(1, choice.in_flight // 4))
 
 
-def _kinds(problem: Problem) -> Iterator[Kind]:
-    """The kinds of lists for a problem, those in which activations leave first."""
+def list_kinds(problem: Problem) -> list[str]:
+    """Names of the kinds of lists for a problem, and of the random choices among them."""
+    names = [name for name, _ in _kinds(problem)]
+    return [*dict.fromkeys(names), *(["random-lists"] if {*names} - {"plain-lists", "stage-lists"} else [])]
+
+
+def _kinds(problem: Problem) -> Iterator[tuple[str, Kind]]:
+    """The kinds of lists for a problem by name, those in which activations leave first."""
     out, again = _leaving(problem), _recomputing(problem)
     if any(out) and problem.host_memory_bytes is None:
         for modes in [[0] * len(out), *again]:
-            yield partial(ListsInMemory, modes=modes, out=out)
+            yield "offloading-lists", partial(ListsInMemory, modes=modes, out=out)
     if not problem.has_modes:
         if any(out):
-            yield partial(PlainLists, offloads=True)
-        yield partial(PlainLists, offloads=False)
+            yield "plain-lists", partial(PlainLists, offloads=True)
+        yield "plain-lists", partial(PlainLists, offloads=False)
         return
     for by_stage in choices(problem):
         if any(stage.offload for stage in by_stage.plain.stages):
-            yield partial(ListsByStage, chosen=by_stage.chosen)
-    for planned, modes in product((False, True), again):
-        yield partial(ListsInMemory, modes=modes, out=[0] * len(out), planned=planned)
+            yield "stage-lists", partial(ListsByStage, chosen=by_stage.chosen)
+    for name, planned in (("recomputing-lists", False), ("planned-lists", True)):
+        for modes in again:
+            yield name, partial(ListsInMemory, modes=modes, out=[0] * len(out), planned=planned)
 
 
 def _leaving(problem: Problem) -> list[int]:

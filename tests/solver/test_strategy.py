@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Event, Thread
 
 import pytest
@@ -11,16 +12,16 @@ from instances import HALF, uniform
 from instances.four_by_eight import four_by_eight
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver import searches
+from solver.bounds.lower_bound import best_bound
 from solver.limits import Limits
 from solver.methods import METHODS, published_orders
 from solver.scale import count_ops
+from solver.searches import Search
 from solver.solution import OnSolution, Progress, Solution
 from solver.strategy import (
     LARGE_OPS,
     MOST_MODEL_OPS,
     SMALL_OPS,
-    Search,
     SharedIncumbent,
     TimeSlice,
     auto_subsolvers,
@@ -37,6 +38,9 @@ UNITS_SMALL, UNITS_LARGE, UNITS_LARGEST = (unequal(*size, slices=SLICES) for siz
 UNSPLIT = unequal(4, 8, split_backward=False)
 INTERLEAVED = four_by_eight(15)
 LEAVES, ALL_LEAVE = uniform(8, 64, budget=8, offload=HALF), uniform(64, 256, budget=64, offload=HALF)
+
+
+PARTS = ("part-proof", "part-bounds")
 
 
 def test_the_sizes_are_what_they_are_called() -> None:
@@ -71,27 +75,27 @@ def test_small_problems_with_copies_have_searches_for_schedules_beside_proofs() 
     assert count_ops(problem) <= SMALL_OPS
     proving, finding = auto_subsolvers(problem, 2)
     assert {turn.method for turn in finding} == {"search", "windows"}
-    assert {turn.method for turn in proving} == {"states", "cp-sat", "bound"}
+    assert {turn.method for turn in proving} == {"states", "copy-proof", "copy-states", "cp-sat", *PARTS}
 
 
 @pytest.mark.parametrize(
     ("problem", "methods"),
     [
-        (SMALL, {"search", "states", "bound", "cp-sat", "windows"}),
-        (MEDIUM, {"search", "pattern", "windows", "bound"}),
-        (INTERLEAVED, {"search", "states", "ada-offload", "pattern", "cp-sat", "windows", "bound"}),
-        (TIGHT, {"search", "pattern", "cp-sat", "windows", "bound"}),
-        (LEAVES, {"search", "ada-offload", "pattern", "windows", "bound"}),
-        (ALL_LEAVE, {"search", "ada-offload", "pattern"}),
-        (LARGE, {"search", "pattern", "windows", "bound"}),
+        (SMALL, {"search", "states", "part-proof", "cp-sat", "windows"}),
+        (MEDIUM, {"search", "pattern", "windows", "relaxation", "part-proof"}),
+        (INTERLEAVED, {"search", "states", "lists", "pattern", "cp-sat", "windows", "relaxation"}),
+        (TIGHT, {"search", "pattern", "cp-sat", "windows", "relaxation", "part-proof"}),
+        (LEAVES, {"search", "lists", "pattern", "windows", "relaxation", "part-proof"}),
+        (ALL_LEAVE, {"search", "lists", "pattern"}),
+        (LARGE, {"search", "pattern", "windows", "relaxation"}),
         (LARGEST, {"search", "pattern"}),
-        (MODES_SMALL, {"search", "states", "bound", "cp-sat", "windows"}),
-        (MODES_LARGE, {"search", "ada-offload", "pattern", "windows", "cp-sat"}),
-        (MODES_LARGEST, {"search", "ada-offload", "pattern"}),
-        (UNITS_SMALL, {"search", "states", "bound", "cp-sat", "windows"}),
+        (MODES_SMALL, {"search", "states", "part-proof", "cp-sat", "windows"}),
+        (MODES_LARGE, {"search", "lists", "pattern", "windows", "cp-sat"}),
+        (MODES_LARGEST, {"search", "lists", "pattern"}),
+        (UNITS_SMALL, {"search", "states", "part-proof", "cp-sat", "windows"}),
         (UNITS_LARGE, {"search", "pattern", "cp-sat", "windows"}),
         (UNITS_LARGEST, {"search", "pattern"}),
-        (UNSPLIT, {"search", "states", "bound", "cp-sat", "windows"}),
+        (UNSPLIT, {"search", "states", "part-proof", "cp-sat", "windows"}),
     ],
     ids=[
         "small",
@@ -123,12 +127,12 @@ def test_beams_take_the_place_of_proofs_where_many_exact_states_are_likely() -> 
     wide, exact_only = four_by_eight(21), four_by_eight(55)
     assert count_ops(wide) == count_ops(exact_only) == 384
 
-    def turns(problem: Problem) -> list[object]:
-        return [turn.search for turn in auto_subsolvers(problem, 2)[0]]
+    def turns(problem: Problem) -> list[str]:
+        return [turn.method for turn in auto_subsolvers(problem, 2)[0]]
 
-    assert searches.beam in turns(wide)
-    assert searches.beam not in turns(exact_only)
-    assert searches.beam not in turns(SMALL)
+    assert "beam" in turns(wide)
+    assert "beam" not in turns(exact_only)
+    assert "beam" not in turns(SMALL)
 
 
 @pytest.mark.parametrize("problem", [SMALL, MEDIUM, TIGHT], ids=["small", "medium", "tight"])
@@ -167,6 +171,33 @@ def test_a_search_that_heeds_nothing_is_not_waited_for() -> None:
     go_on.set()
     assert ended.wait(60)
     assert shared.best.value_us == answer_of("gpipe").value_us > answer_of("zb-h1").value_us
+
+
+def test_a_schedule_and_a_bound_are_recorded_as_whose_they_are() -> None:
+    """Whoever passes one on, and whoever improves the other; a better schedule may come with a bound of another."""
+    problem, reported = PROBLEM, list[tuple[float, float, str, str]]()
+
+    def search(found: Solution | None, bound_us: float) -> Search:
+        def run(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+            return replace(found or start, bound_us=max(start.bound_us, bound_us))
+
+        return run
+
+    def note(progress: Progress) -> None:
+        best = progress.solution
+        reported.append((best.value_us, best.bound_us, best.method, best.proved_by))
+
+    shared = SharedIncumbent(problem, Limits(float("inf"), workers=1, deterministic_limit=1.0), note)
+    first_us, gpipe, better = shared.best.bound_us, answer_of("gpipe"), answer_of("zb-h1")
+    raised_us = (first_us + better.value_us) / 2
+    searches = {"X": search(gpipe, 0.0), "Y": search(None, raised_us), "Z": search(better, 0.0), "V": search(None, 0.0)}
+    run_subsolvers(problem, shared, [[TimeSlice(name, run, 0.1) for name, run in searches.items()]])
+    own = best_bound(problem)[0]
+    assert reported == [
+        (gpipe.value_us, first_us, "X", own),
+        (gpipe.value_us, raised_us, "X", "Y"),
+        (better.value_us, raised_us, "Z", "Y"),
+    ]
 
 
 def test_counted_work_is_waited_for() -> None:

@@ -10,10 +10,10 @@ from optpipe.errors import MethodError
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.verify import verify
-from solver import searches
 from solver.adapt import adapt_orders
 from solver.limits import Limits
 from solver.methods import METHODS
+from solver.searches import SEARCHES
 from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.solve import solve
@@ -65,7 +65,7 @@ ALIKE = {
 
 
 @pytest.mark.parametrize("problem", ALIKE)
-@pytest.mark.parametrize("search", ["pattern", "ada-offload", "repeated", "adapted"])
+@pytest.mark.parametrize("search", ["pattern", "lists", "repeated", "adapted"])
 def test_factors_of_1_say_nothing(search: str, problem: str) -> None:
     """Searches that begin with fewer microbatches make the same of a problem whose factors are all 1."""
     plain = ALIKE[problem]
@@ -83,8 +83,7 @@ def test_factors_of_1_say_nothing(search: str, problem: str) -> None:
         if search == "adapted":
             few = problem.with_microbatches(20)
             return adapt_orders(problem, serial_orders(few) or orders, few.microbatches) is not None
-        run = searches.modulo if search == "pattern" else searches.in_flight
-        answer = run(problem, limits, start, lambda _: None)
+        answer = SEARCHES[search](problem, limits, start, lambda _: None)
         return answer.value_us, answer.bound_us
 
     assert outcome(ones) == outcome(plain)

@@ -51,7 +51,7 @@ def modulo_with_modes(problem: Problem, limits: Limits, start: Solution, on_solu
     The bound is that of the start: a pattern proves nothing.
     """
     plans = [_Plan(by_stage.chosen, np.ones(len(problem.stages))) for by_stage in choices(problem)]
-    able = [plan for plan in plans if can_alternate(plan.chosen)]
+    able = [plan for plan in plans if can_alternate(plan.chosen) and "mode-rounds" not in limits.without]
     if not able:
         return _search_plans(problem, limits, plans, start, on_solution)
     counted = limits.deterministic_limit is not None

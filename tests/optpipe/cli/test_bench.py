@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from instances import INSTANCES, uniform
+from solver.components import COMPONENTS
 from solver.regression.run import Suite
 from tests.optpipe.cli.conftest import Cli
 
@@ -69,6 +70,9 @@ def test_record_writes_what_is_better(cli: Cli, tmp_path: Path) -> None:
     assert records[1]
     assert (records[0].value_us, records[0].bound_us, records[0].time_limit_s, records[0].workers) == (104, 104, 20, 1)
     assert records[1].proved
+    assert (records[0].found_by, records[0].proved_by) == (records[1].found_by, records[1].proved_by)
+    assert records[0].found_by in COMPONENTS["start"]
+    assert records[0].proved_by in COMPONENTS["bound"]
     assert records[2]
     assert records[2].to_data() == RECORDED
     again = cli("bench", suite, "--json")

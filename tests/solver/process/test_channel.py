@@ -121,7 +121,7 @@ def test_a_free_order_and_the_largest_numbers_go_both_ways() -> None:
         DeviceOrders(reload=[Op("R", 7, 0)]),
     ]
     orders = Orders(devices, microbatch_order=(2, 0, 1))
-    found = Solution(orders, 3.0, 2.0, "search")
+    found = Solution(orders, 3.0, 2.0, "search", "states")
     first, second = (
         channel.read_solution(sent(channel.solution_message("fed", Progress(found, 1.5), with_orders=new)), found)
         for new in (True, False)

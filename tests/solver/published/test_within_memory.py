@@ -62,7 +62,7 @@ def test_it_is_offered_where_no_published_method_fits() -> None:
     )
     shared = SharedIncumbent(problem, Limits(60), None)
     offer_published(problem, shared)
-    assert shared.best.method == "1f1b within memory"
+    assert shared.best.method == "1f1b, within-memory"
     assert shared.best.value_us < 3 * 4 * 9, "one microbatch at a time"
 
 
