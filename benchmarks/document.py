@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import (
+    ablation,
     executor,
     first_solve,
     fleet,
@@ -43,6 +44,7 @@ MODULES = (
     many_devices,
     time_limits,
     suites,
+    ablation,
     executor,
     predicted_steps,
     updates,
