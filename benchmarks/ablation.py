@@ -57,7 +57,7 @@ SAMPLE: dict[Size, Sequence[Sequence[One]]] = {
 }
 """Rows of equal weight, each an instance or the mean over some; p from 4 to 64, m from 16 to 512."""
 
-TOGETHER = (("copy-proof", "copy-states"), ("plain-lists", "stage-lists"), ("relaxation", "part-proof", "part-bounds"))
+TOGETHER = (("plain-lists", "stage-lists"), ("relaxation", "part-proof", "part-bounds"))
 """Parts that stand in for one another: left out together as well."""
 
 EXACT, SEARCH, BOUNDS, PUBLISHED = ("solver/exact/", "solver/search/", "solver/bounds/", "solver/published/")
@@ -71,8 +71,6 @@ CODE: dict[str, Sequence[str]] = {
     "cp-sat": [f"{EXACT}cp_sat"],
     "states": [f"{EXACT}states.py", f"{EXACT}state_bound.py", f"{EXACT}progress.py"],
     "beam": [f"{SEARCH}beam.py", f"{EXACT}states.py:beam _foresee _best", f"{EXACT}progress.py:foresee _foresee"],
-    "copy-proof": [f"{EXACT}copy_states.py"],
-    "copy-states": [f"{EXACT}copy_states.py"],
     "relaxation": [f"{EXACT}relaxation.py:relaxation_bound"],
     "part-proof": [f"{EXACT}relaxation.py:proof_by_parts _proof_by_parts_from"],
     "part-bounds": [f"{EXACT}relaxation.py:bound_by_parts"],

@@ -12,18 +12,7 @@ from optpipe.errors import InputError, Issue
 
 COMPONENTS = {
     "search": (
-        *(
-            "search",
-            "windows",
-            "pattern",
-            "mode-rounds",
-            "lists",
-            "cp-sat",
-            "states",
-            "beam",
-            "copy-proof",
-            "copy-states",
-        ),
+        *("search", "windows", "pattern", "mode-rounds", "lists", "cp-sat", "states", "beam"),
         *("relaxation", "part-proof", "part-bounds"),
     ),
     "list kind": (

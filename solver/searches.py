@@ -43,8 +43,6 @@ SEARCHES = {
     "pattern": LazySearch("search.modulo", "pattern_search", "pattern"),
     "windows": LazySearch("search.lns.search", "lns_search", "windows"),
     "search": LazySearch("search.annealing.search", "local_search", "search"),
-    "copy-proof": LazySearch("exact.copy_states", "copy_state_proof", "copies"),
-    "copy-states": LazySearch("exact.copy_states", "copy_state_bound", "copies"),
     "cp-sat": LazySearch("exact.cp_sat.model", "solve_cp_sat"),
     "milp": LazySearch("exact.milp.model", "solve_milp"),
     "relaxation": LazySearch("exact.relaxation", "relaxation_bound"),

@@ -302,12 +302,9 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         others = max(workers - 1, 1)
         proving = [
             _slice("states", 0.01, others, once=True),
-            _slice("copy-proof", 0.1, others),
-            _slice("cp-sat", 0.48, others),
-            _slice("copy-proof", 0.2, others),
-            _slice("copy-states", 0.1, others),
-            _slice("part-proof", 0.07, others),
-            _slice("part-bounds", 0.04, others),
+            _slice("cp-sat", 0.7, others),
+            _slice("part-proof", 0.15, others),
+            _slice("part-bounds", 0.14, others),
         ]
         if workers > 1:
             return [proving, finding]

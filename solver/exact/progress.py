@@ -373,35 +373,22 @@ def _after_backwards(
 
 
 @njit(cache=True, nogil=True)
-def undominated(rows: Ints, microbatches: int, stages: int, times: int, part: int = 0, parts: int = 1) -> Ints:
+def undominated(rows: Ints, times: int) -> Ints:
     """Indices of the states that no other with the same progress dominates; of equal ones the first.
 
-    Columns: the ops done of each microbatch; with `stages` above 0 as many again for what is away of each microbatch,
-    a bit for each stage; other progress; and from `times` on times. A state that dominates another has the same
-    progress with as many away of each stage, each no earlier than its like, and no time later. With `parts` above 1
-    only the states of one part, which all of the same progress share.
+    Columns: progress, and from `times` on times. A state that dominates another has the same progress and no time
+    later.
     """
     count, columns = rows.shape
-    others = 2 * microbatches if stages else microbatches
-    keys, sums, away = np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(stages, np.int64)
+    keys, sums = np.zeros(count, np.int64), np.zeros(count, np.int64)
     for a in range(count):
-        row, early = rows[a], 0
-        away[:] = 0
-        for i in range(others - microbatches):
-            for s in range(stages):
-                away[s] += row[microbatches + i] >> s & 1
-                early += (row[microbatches + i] >> s & 1) * (microbatches - i)
         for m in range(times):
-            if m < microbatches or m >= others:
-                keys[a] = keys[a] * MIXING + row[m]  # modulo 2**64: others may have the same key
-        for s in range(stages):
-            keys[a] = keys[a] * MIXING + away[s]
-        sums[a] = row[times:].sum() * (stages * microbatches**2 + 1) + early
-    own = np.flatnonzero((keys >> HIGH_BITS) % parts == part)
-    by_sum = own[np.argsort(sums[own], kind="mergesort")]  # none dominates another with a smaller sum
+            keys[a] = keys[a] * MIXING + rows[a, m]  # modulo 2**64: others may have the same key
+        sums[a] = rows[a, times:].sum()
+    by_sum = np.argsort(sums, kind="mergesort")  # none dominates another with a smaller sum
     order = by_sum[np.argsort(keys[by_sum], kind="mergesort")]
-    kept, size, group = np.empty(len(own), np.int64), 0, 0
-    for n in range(len(own)):
+    kept, size, group = np.empty(count, np.int64), 0, 0
+    for n in range(count):
         a = order[n]
         if n == 0 or keys[a] != keys[order[n - 1]]:
             group = size
@@ -409,37 +396,19 @@ def undominated(rows: Ints, microbatches: int, stages: int, times: int, part: in
         for other in range(max(group, size - MOST_COMPARED), size):
             row, dominated = rows[kept[other]], True
             for m in range(columns - 1, -1, -1):  # times first: they are most likely to differ
-                if row[m] > rows[a, m] if m >= times else row[m] != rows[a, m] and not microbatches <= m < others:
+                if row[m] > rows[a, m] if m >= times else row[m] != rows[a, m]:
                     dominated = False
                     break
-            if dominated and (stages == 0 or _are_no_earlier(row, rows[a], microbatches, stages)):
+            if dominated:
                 break
-            dominated = False
         if not dominated:
             kept[size] = a
             size += 1
     return kept[:size]
 
 
-@njit(cache=True, nogil=True)
-def _are_no_earlier(row: Ints, other: Ints, microbatches: int, stages: int) -> bool:
-    """True if of each stage as many are away in `row` as in `other`, in order each no earlier than its like."""
-    for s in range(stages):
-        more = 0
-        for m in range(microbatches, 2 * microbatches):
-            more += (row[m] >> s & 1) - (other[m] >> s & 1)
-            if more > 0:
-                return False
-        if more < 0:
-            return False
-    return True
-
-
 MIXING = 6364136223846793005
 """An odd factor that spreads the progress of microbatches over 64 bits."""
-
-HIGH_BITS = 40
-"""Bits of a key that do not choose its part: low ones depend on few columns."""
 
 MOST_COMPARED = 500
 """Most kept states of the same progress that another one is compared with."""

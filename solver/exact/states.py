@@ -173,7 +173,7 @@ class Dolls:
             if not len(states.done):
                 return (max(least, limit + 1), False) if least < NEVER and width is None else None
             if width is not None or len(states.done) <= 8 * MOST_STATES:
-                kept = undominated(np.concatenate(states, axis=1), count, 0, count)
+                kept = undominated(np.concatenate(states, axis=1), count)
                 states, steps = States(*(rows[kept] for rows in states)), steps[kept]
             if width is not None:
                 states, steps = self._best(states, steps, width)
