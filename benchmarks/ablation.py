@@ -70,7 +70,6 @@ CODE: dict[str, Sequence[str]] = {
     "lists": [f"{SEARCH}in_flight.py", f"{SEARCH}memory_lists.py"],
     "cp-sat": [f"{EXACT}cp_sat"],
     "states": [f"{EXACT}states.py", f"{EXACT}state_bound.py", f"{EXACT}progress.py"],
-    "beam": [f"{SEARCH}beam.py", f"{EXACT}states.py:beam _foresee _best", f"{EXACT}progress.py:foresee _foresee"],
     "relaxation": [f"{EXACT}relaxation.py:relaxation_bound"],
     "part-proof": [f"{EXACT}relaxation.py:proof_by_parts _proof_by_parts_from"],
     "part-bounds": [f"{EXACT}relaxation.py:bound_by_parts"],

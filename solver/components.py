@@ -12,7 +12,7 @@ from optpipe.errors import InputError, Issue
 
 COMPONENTS = {
     "search": (
-        *("search", "windows", "pattern", "mode-rounds", "lists", "cp-sat", "states", "beam"),
+        *("search", "windows", "pattern", "mode-rounds", "lists", "cp-sat", "states"),
         *("relaxation", "part-proof", "part-bounds"),
     ),
     "list kind": (

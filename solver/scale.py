@@ -193,11 +193,3 @@ def handles_states(problem: Problem) -> bool:
     if problem.has_factors or problem.slice_count > 1 or problem.has_modes:
         return False
     return horizon_us(problem, float("inf")) / time_unit_us(problem) < MAX_STEPS
-
-
-def has_exact_states(problem: Problem) -> bool:
-    """True if a state's times are those of a schedule: nothing can leave, and the W of a device are alike."""
-    if any(stage.offload for stage in problem.stages) or not handles_states(problem):
-        return False
-    times_us = ({problem.stages[s].backward_weight_us for s in numbers} for numbers in problem.stages_of)
-    return all(len(of_device) <= 1 for of_device in times_us)

@@ -39,7 +39,6 @@ class LazySearch:
 SEARCHES = {
     "lists": LazySearch("search.in_flight", "in_flight_search", "lists"),
     "states": LazySearch("exact.state_bound", "state_bound", "states"),
-    "beam": LazySearch("search.beam", "beam_search", "beam"),
     "pattern": LazySearch("search.modulo", "pattern_search", "pattern"),
     "windows": LazySearch("search.lns.search", "lns_search", "windows"),
     "search": LazySearch("search.annealing.search", "local_search", "search"),

@@ -23,7 +23,7 @@ from solver.build import snapped_bound
 from solver.exact.memory_order import is_ordered_by_memory
 from solver.limits import Cancel, Limits
 from solver.microbatch_orders import cycles
-from solver.scale import costs_have_codes, count_ops, has_exact_states, value_step_us
+from solver.scale import costs_have_codes, count_ops, value_step_us
 from solver.searches import SEARCHES, Search, is_ready
 from solver.solution import OnProgress, Progress, Solution
 
@@ -247,12 +247,6 @@ class SharedIncumbent:
 SMALL_OPS = 600
 """Ops, transfers included, up to which CP-SAT is likely to prove an optimum within a minute."""
 
-MOST_PROOF_OPS = 300
-"""Ops up to which CP-SAT soon proves an optimum where much fits in memory.
-
-Of more, with more than two stages a device, beams find better schedules.
-"""
-
 MOST_STATE_OPS = 1_000
 """Ops up to which states of progress may be few enough to prove something where memory is small."""
 
@@ -309,19 +303,6 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         if workers > 1:
             return [proving, finding]
         return [[*finding, *(replace(turn, share=0.8 * turn.share) for turn in proving)]]
-    many_chunks = len(problem.stages) > 2 * len(problem.devices)
-    if MOST_PROOF_OPS < ops <= SMALL_OPS and many_chunks and has_exact_states(problem):
-        return [
-            [
-                _slice("search", 0.05, workers),
-                _slice("states", 0.25, workers, once=True),
-                _slice("beam", 0.3, workers, once=True),
-                _slice("part-proof", 0.1, workers),
-                _slice("windows", 0.1, workers),
-                _slice("cp-sat", 0.1, workers),
-                _slice("search", 0.1, workers),
-            ]
-        ]
     if ops <= SMALL_OPS:
         return [
             [

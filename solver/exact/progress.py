@@ -48,13 +48,6 @@ class Tables(NamedTuple):
     run, `weights` the time of W whose B is done, `left` the time of F and B that are still to run. By device and rank,
     the least time for each byte first: `weight_ticks`, `weight_bytes`, `weight_from` (the ops done from which that W is
     pending); `ranks` of them a device. `weight_step`: of each device the ticks of which all its W are multiples.
-
-    `place`: by op, the time of all before it on the way. `next_op`, `next_backward`: by op and device the first op, and
-    the first backward, from there on that runs on the device; the number of ops where there is none. `shortest`: the
-    time of the shortest backward of a device. `weight`: that of W by stage. What F can run: by ops done and device
-    `kept` are the bytes that a microbatch holds even if its W have run, by stage `staying` those that its F adds; by
-    device `budget`, `grain` (all `staying` are multiples of it), and by device and rank `fit`, its stages by the most
-    time of F for each byte, -1 behind the last one.
     """
 
     length: Ints
@@ -69,16 +62,6 @@ class Tables(NamedTuple):
     weight_from: Ints
     ranks: Ints
     weight_step: Ints
-    place: Ints
-    next_op: Ints
-    next_backward: Ints
-    shortest: Ints
-    weight: Ints
-    kept: Ints
-    staying: Ints
-    budget: Ints
-    grain: Ints
-    fit: Ints
 
 
 class Ends(NamedTuple):
@@ -235,144 +218,6 @@ def _run(done: Ints, ready: Ints, free: Ints, debt: Ints, j: int, start: int, ta
 
 
 @njit(cache=True, nogil=True)
-def foresee(states: States, tables: Tables, ends: Ends) -> tuple[Ints, Ints]:
-    """Raise the times of states to those at which anything can start; their least values, and their lost time.
-
-    A device starts nothing before the first op that comes to it, and an F for which W alone make no room waits for a
-    backward. The least value counts what a device can have run before each of its next backwards. Lost time: the sum
-    of the debts and of the work left of all devices.
-    """
-    count, microbatches = states.done.shape
-    least, lost = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    base, coming = np.empty(microbatches, np.int64), np.empty(microbatches, np.int64)
-    for a in range(count):
-        done, ready, free, debt = states.done[a], states.ready[a], states.free[a], states.debt[a]
-        begun = 0
-        while begun < microbatches and done[begun] > 0:
-            begun += 1
-        least[a], lost[a] = _foresee(done, ready, free, debt, min(begun + 1, microbatches), base, coming, tables, ends)
-    return least, lost
-
-
-@njit(cache=True, nogil=True)
-def _foresee(
-    done: Ints,
-    ready: Ints,
-    free: Ints,
-    debt: Ints,
-    count: int,
-    base: Ints,
-    coming: Ints,
-    tables: Tables,
-    ends: Ends,
-) -> tuple[int, int]:
-    """`foresee` for one state. Of the microbatches behind the first `count` none has begun; they follow the last of it.
-
-    `base` and `coming` are room for a number a microbatch.
-    """
-    ops, later, least, lost = len(tables.length), len(done) - count, 0, 0
-    for i in range(count):
-        base[i] = ready[i] - tables.place[done[i]] if done[i] < ops else NEVER // 2
-    for e in range(len(free)):
-        left, pending, kept, first, backward = later * tables.left[0, e], 0, 0, NEVER // 2, NEVER // 2
-        for i in range(count):
-            k = done[i]
-            left += tables.left[k, e]
-            pending += tables.weights[k, e]
-            kept += tables.kept[k, e]
-            coming[i] = tables.next_backward[k, e]
-            if coming[i] < ops:
-                backward = min(backward, base[i] + tables.place[coming[i]])
-        room_at, of_op = 0, -1
-        for i in range(count):
-            k = done[i]
-            if 2 * k < ops and tables.device[k] == e:
-                if k != of_op:
-                    room_at, of_op = _room_at(done, k, e, debt[e], tables), k
-                ready[i] = max(ready[i], min(room_at, backward + tables.shortest[e]))
-                base[i] = ready[i] - tables.place[k]
-            if tables.next_op[k, e] < ops:
-                first = min(first, base[i] + tables.place[tables.next_op[k, e]])
-        if left > 0:
-            if first > free[e]:
-                free[e] = first
-                debt[e] = max(debt[e], first - pending)
-            least = max(least, free[e] + left + ends.last_tail[e])
-            room, own, next_ops = max(tables.budget[e] - kept, 0), base[:count], coming[:count]
-            least = max(least, _after_backwards(done, own, next_ops, later, e, left, pending, room, tables, ends))
-        if ends.counted[e]:
-            least = max(least, debt[e] + left + ends.weights[e])
-        lost += debt[e] + left
-    for i in range(count):
-        k = done[i]
-        if k < ops:
-            ready[i] = max(ready[i], free[tables.device[k]])
-            least = max(least, ready[i] + tables.length[k] + ends.tail[k, i])
-    return least, lost
-
-
-MOST_BACKWARDS = 4
-"""Backwards of a device that are foreseen."""
-
-
-@njit(cache=True, nogil=True)
-def _after_backwards(
-    done: Ints,
-    base: Ints,
-    coming: Ints,
-    later: int,
-    e: int,
-    left: int,
-    pending: int,
-    room: int,
-    tables: Tables,
-    ends: Ends,
-) -> int:
-    """The least value of a state by what device e can have run before each of its next backwards comes to it.
-
-    That is the backwards which come before, W of these and of `pending`, and F that come before and fit: in `room`
-    bytes and what these backwards, with their W, free. `base`: by microbatch, what `place` is to be added to for the
-    time at which an op can come. `coming`: its next backward on the device; is changed. `later`: microbatches behind
-    the last of these, which have not begun.
-    """
-    ops, least, ran, weights = len(tables.length), 0, 0, pending
-    for _ in range(MOST_BACKWARDS):
-        j, at = -1, NEVER // 2
-        for i in range(len(base)):
-            if coming[i] < ops and base[i] + tables.place[coming[i]] < at:
-                j, at = i, base[i] + tables.place[coming[i]]
-        if j < 0:
-            break
-        fit, free_bytes = 0, room - room % tables.grain[e]
-        for rank in range(tables.fit.shape[1]):
-            s = tables.fit[e, rank]
-            if s < 0:
-                break
-            count, size = 0, tables.staying[s]
-            for i in range(len(base)):
-                count += done[i] <= s and base[i] + tables.place[s] < at
-            if base[-1] + tables.place[s] < at:
-                apart = tables.length[0]
-                count += min(later, (at - base[-1] - tables.place[s] - 1) // apart) if apart else later
-            if count * size > free_bytes:
-                fit -= -tables.length[s] * free_bytes // size
-                break
-            fit += count * tables.length[s]
-            free_bytes -= count * size
-        least = max(least, at + max(left - fit - ran, 0) + ends.last_tail[e])
-        if ends.counted[e]:
-            least = max(least, at + left - fit - ran + ends.weights[e] - weights)
-        if later and j == len(base) - 1:
-            break  # those of the microbatches behind it can come next
-        s = ops - 1 - coming[j]
-        room += tables.staying[s]
-        ran += tables.length[coming[j]]
-        weights += tables.weight[s]
-        coming[j] = tables.next_backward[coming[j] + 1, e]
-    return least
-
-
-@njit(cache=True, nogil=True)
 def undominated(rows: Ints, times: int) -> Ints:
     """Indices of the states that no other with the same progress dominates; of equal ones the first.
 
@@ -457,44 +302,6 @@ def build_tables(problem: Problem, unit_us: Fraction) -> Tables:
     delay = ticks([*problem.forward_delay_us, 0, *reversed(problem.backward_delay_us), 0])
     ranks = np.array([len(numbers) for numbers in ranked], np.int64)
     step = np.array([gcd(*weight[list(numbers)].tolist()) or 1 for numbers in problem.stages_of], np.int64)
-    place = np.concatenate([[0], np.cumsum(length + delay)])
-    next_op, next_backward = np.full((ops + 1, devices), ops), np.full((ops + 1, devices), ops)
-    for k in reversed(range(ops)):
-        next_op[k], next_backward[k] = next_op[k + 1], next_backward[k + 1]
-        next_op[k, device[k]] = k
-        if k >= len(stages):
-            next_backward[k, device[k]] = k
-    kept = np.zeros((ops + 1, devices), np.int64)
-    for s, stage in enumerate(stages):
-        kept[s + 1 : ops - s, stage.device] += staying[s]
-    budgets = [int(min(usable_bytes(problem, d), NEVER // 4)) for d in range(devices)]
-    grain = np.array([gcd(*staying[list(numbers)].tolist()) or 1 for numbers in problem.stages_of], np.int64)
-    fit, shortest = np.full((devices, max(map(len, problem.stages_of))), -1), np.zeros(devices, np.int64)
-    for d, own in enumerate(problem.stages_of):
-        rates = {s: length[s] / staying[s] if staying[s] else float("inf") for s in own}
-        fit[d, : len(own)] = sorted(own, key=rates.__getitem__, reverse=True)
-        shortest[d] = min((int(length[ops - 1 - s]) for s in own), default=0)
     return Tables(
-        length,
-        delay,
-        device,
-        needed,
-        held,
-        weights,
-        to_run,
-        weight_ticks,
-        weight_bytes,
-        weight_from,
-        ranks,
-        step,
-        place,
-        next_op,
-        next_backward,
-        shortest,
-        weight,
-        kept,
-        staying,
-        np.array(budgets, np.int64),
-        grain,
-        fit,
+        length, delay, device, needed, held, weights, to_run, weight_ticks, weight_bytes, weight_from, ranks, step
     )

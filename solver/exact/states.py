@@ -1,7 +1,6 @@
 """Bounds and schedules from dynamic programming over states of progress (`solver.exact.progress`).
 
-Which values no schedule has is asked for ever larger ones. Where there are too many states for that, only those that
-can still have the least values are followed (beam search): they prove nothing, but some end in good schedules.
+Which values no schedule has is asked for ever larger ones, as long as there are few states.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import op_times
 from solver.build import orders_from_times
 from solver.exact.memory_order import memory_precedences
-from solver.exact.progress import NEVER, Ends, States, build_tables, foresee, successors, undominated
+from solver.exact.progress import NEVER, Ends, States, build_tables, successors, undominated
 from solver.limits import Limits
 from solver.scale import time_unit_us
 
@@ -47,7 +46,7 @@ class Dolls:
     `whole` problem, if one is given, by a part of it with the stages `kept`, the others as delays.
 
     `known`: such bounds from elsewhere, by the number of microbatches. `is_reached`: the last one is the least value
-    itself; for a part, the least that it can say with the tails of the whole. `is_cut`: the last beam left out states.
+    itself; for a part, the least that it can say with the tails of the whole.
     """
 
     def __init__(
@@ -63,8 +62,7 @@ class Dolls:
             self.tails = np.maximum(self.tails, tails[rows])
         self.forced = self._forced()
         self.least = [0]
-        self.is_reached = self.is_cut = False
-        self.width: int | None = None  # of a beam
+        self.is_reached = False
         self.known = [0] * (problem.microbatches + 1)
         counted = limits.deterministic_limit
         self.states_left = float("inf") if counted is None else STATES_A_UNIT * counted
@@ -130,11 +128,6 @@ class Dolls:
         bound_us = lower_bound_us(self.problem.with_microbatches(count), self.limits.without)
         return max(self.known[count], floor(bound_us * (1 - 1e-11) / self.unit_us))
 
-    @property
-    def left(self) -> float:
-        """States, or seconds, that are left."""
-        return self.limits.time_left_s if self.limits.deterministic_limit is None else self.states_left
-
     def over(self, share: float) -> Callable[[], bool]:
         """A function that is True once this share of the time or work that is left now has been spent."""
         limits, kept = self.limits.part(share), self.states_left * (1 - share)
@@ -142,65 +135,27 @@ class Dolls:
             return lambda: limits.cancel.requested or self.states_left <= kept
         return lambda: limits.cancel.requested or limits.seconds >= limits.time_limit_s
 
-    def beam(self, width: int, limit: int, is_over: Callable[[], bool]) -> bool:
-        """Follow up to `width` states with the same number of ops begun; True if one of them ends by `limit`.
-
-        Those of the least values, and of these those that have lost the least time. `orders` are then those of the
-        best, and `is_cut` says whether there were more.
-        """
-        count = self.problem.microbatches
-        self.least += [0] * (count - len(self.least))
-        self.width, self.is_cut = width, False
-        ends = self._ends(count)
-        return ends is not None and self._ask(count, limit, ends, is_over) is not None
-
     def _ask(self, count: int, limit: int, ends: Ends, is_over: Callable[[], bool]) -> tuple[int, bool] | None:
-        """The least value if it is at most `limit`, and True; a larger bound, and False; None where it is not known.
-
-        In a beam a value that can be had if it is at most `limit`, and True; None where no state is left.
-        """
+        """The least value if it is at most `limit`, and True; a larger bound, and False; None where it is not known."""
         ops, devices = len(self.tables.length), len(self.problem.devices)
         sizes = (1, count), (1, count), (1, devices), (1, devices)
         states, least = States(*(np.zeros(size, np.int64) for size in sizes)), NEVER
         self.layers: list[Ints] = []
-        width = self.width
         for _ in range(ops * count):
-            states, steps, beyond = self._step(states, ends, limit, 8 * MOST_STATES if width is None else NEVER)
+            states, steps, beyond = self._step(states, ends, limit, 8 * MOST_STATES)
             self.states_left -= len(states.done)
             least = min(least, beyond)
-            if width is not None:
-                states, steps = self._best(*self._foresee(states, steps, ends, limit), 8 * width)
             if not len(states.done):
-                return (max(least, limit + 1), False) if least < NEVER and width is None else None
-            if width is not None or len(states.done) <= 8 * MOST_STATES:
+                return (max(least, limit + 1), False) if least < NEVER else None
+            if len(states.done) <= 8 * MOST_STATES:
                 kept = undominated(np.concatenate(states, axis=1), count)
                 states, steps = States(*(rows[kept] for rows in states)), steps[kept]
-            if width is not None:
-                states, steps = self._best(states, steps, width)
             self.layers.append(steps)
-            if (len(states.done) > MOST_STATES and width is None) or is_over():
+            if len(states.done) > MOST_STATES or is_over():
                 return None
         ends_at = np.where(ends.counted, states.debt + ends.weights, 0)
         self.last = int(ends_at.max(axis=1).argmin())
         return int(ends_at.max(axis=1).min()), True
-
-    def _foresee(self, states: States, steps: Ints, ends: Ends, limit: int) -> tuple[States, Ints]:
-        """The states that can still end by `limit` as far as `foresee` tells, and their steps with the lost time.
-
-        It costs several times as much as a state and leaves out a fifth of them, so that proofs take longer with it.
-        """
-        least, lost = foresee(states, self.tables, ends)
-        steps = np.column_stack([steps[:, :3], np.maximum(steps[:, 3], least), lost])
-        kept = steps[:, 3] <= limit
-        return States(*(rows[kept] for rows in states)), steps[kept]
-
-    def _best(self, states: States, steps: Ints, most: int) -> tuple[States, Ints]:
-        """The `most` states of the least values, and among equals of the least lost time; all if there are no more."""
-        if len(steps) <= most:
-            return states, steps
-        self.is_cut = True
-        kept = np.lexsort((steps[:, 4], steps[:, 3]))[:most]
-        return States(*(rows[kept] for rows in states)), steps[kept]
 
     def _step(self, states: States, ends: Ends, limit: int, most: int) -> tuple[States, Ints, int]:
         """`successors`, on as many cores as the search may use."""

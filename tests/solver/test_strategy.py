@@ -123,18 +123,6 @@ def test_searches_and_cores(problem: Problem, methods: set[str], workers: int) -
     assert sum(max(turn.workers for turn in subsolver) for subsolver in subsolvers) == workers
 
 
-def test_beams_take_the_place_of_proofs_where_many_exact_states_are_likely() -> None:
-    wide, exact_only = four_by_eight(21), four_by_eight(55)
-    assert count_ops(wide) == count_ops(exact_only) == 384
-
-    def turns(problem: Problem) -> list[str]:
-        return [turn.method for turn in auto_subsolvers(problem, 2)[0]]
-
-    assert "beam" in turns(wide)
-    assert "beam" not in turns(exact_only)
-    assert "beam" not in turns(SMALL)
-
-
 @pytest.mark.parametrize("problem", [SMALL, MEDIUM, TIGHT], ids=["small", "medium", "tight"])
 def test_lanes_make_the_same_searches_and_begin_with_another(problem: Problem) -> None:
     lanes = [auto_subsolvers(problem, 2, lane) for lane in range(3)]

@@ -111,21 +111,6 @@ def test_no_schedule_is_below(first: int) -> None:
     assert more >= 2
 
 
-@pytest.mark.parametrize(("seed", "least_us"), [(21, 3078), (99, 3198), (23, 3090)])
-def test_the_first_state_knows_how_long_the_warm_up_idles(seed: int, least_us: int) -> None:
-    """As the window of the first device does: before its first backward it runs no more F than fit."""
-    problem = four_by_eight(seed)
-    dolls = states.Dolls(problem, Limits(workers=1))
-    dolls.least = [0] * problem.microbatches
-    ends = dolls._ends(8)
-    assert ends is not None
-    first = States(*(np.zeros((1, size), np.int64) for size in (8, 8, 4, 4)))
-    found, steps, _ = dolls._step(first, ends, NEVER // 4, NEVER)
-    _, steps = dolls._foresee(found, steps, ends, NEVER // 4)
-    assert steps[:, 3].tolist() == [least_us / dolls.unit_us]
-    assert least_us == lower_bound_us(problem)
-
-
 def test_gives_up_where_too_many_states_are_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "MOST_STATES", 3)
     problem = pipeline(4, 8, 3, along_v=True)
