@@ -1,4 +1,4 @@
-"""Sizes of the code: lines, short files, functions used exactly once. `python -m benchmarks.code_size`.
+"""Sizes of the code: lines, short files, functions used once, files that name kinds. `python -m benchmarks.code_size`.
 
 With folders of other packages as arguments, the same figures of those, to compare with.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from optpipe.kinds import KINDS
+
 SHORT_FILE_LINES = 40
 LONG_BODY_LINES = 12
 PACKAGES = ("optpipe", "solver", "api")
+KIND_LETTERS = re.compile(f"[{''.join({*''.join(KINDS)})}]+")
+"""A string that names kinds of op, such as ``CB`` or ``FBW``."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -38,7 +43,8 @@ class CodeSize:
     `lines` are all lines of all files, `code_lines` those that are not blank, a comment or in a docstring. A file that
     is only a package's `__init__` counts as neither file nor short file. `functions` are functions and methods that
     code calls by name: no decorated ones, which a framework calls, and no special methods; `used_once` of them are
-    named in exactly one place, their definition aside.
+    named in exactly one place, their definition aside. `kind_files` name kinds of op by a literal, one or several in a
+    string: a new kind may concern each of them.
     """
 
     lines: int
@@ -48,6 +54,7 @@ class CodeSize:
     median_lines: float
     functions: int
     used_once: tuple[UsedOnce, ...]
+    kind_files: tuple[Path, ...]
 
 
 def measure(folders: Iterable[Path]) -> CodeSize:
@@ -74,7 +81,12 @@ def measure(folders: Iterable[Path]) -> CodeSize:
             for path, node in functions
             if len(uses[node.name]) == 1
         ),
+        kind_files=tuple(path for path, tree in trees.items() if any(map(_names_kinds, ast.walk(tree)))),
     )
+
+
+def _names_kinds(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(KIND_LETTERS.fullmatch(node.value))
 
 
 def _called_by_name(tree: ast.AST) -> Iterator[Function]:
@@ -108,11 +120,22 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help=f"default: {', '.join(PACKAGES)}, and all three")
-    parser.add_argument("--list", action="store_true", help="name every function that is used exactly once, and how")
+    parser.add_argument(
+        "--list", action="store_true", help="name functions that are used once, and how, and files with kinds"
+    )
     options = parser.parse_args()
     each = [[folder] for folder in options.folders or map(Path, PACKAGES)]
     groups = each if len(each) == 1 else [*each, [folder for [folder] in each]]
-    columns = ("lines", "of code", "files", "median lines", f"under {SHORT_FILE_LINES} lines", "functions", "used once")
+    columns = (
+        "lines",
+        "of code",
+        "files",
+        "median lines",
+        f"under {SHORT_FILE_LINES} lines",
+        "functions",
+        "used once",
+        "name kinds",
+    )
     table = Table("", *columns)
     for group in groups:
         size = measure(group)
@@ -121,6 +144,7 @@ def main() -> None:
         table.add_row(
             names, f"{size.lines:,}", f"{size.code_lines:,}", f"{size.files}", f"{size.median_lines:g}",
             f"{size.short_files} ({short:.1%})", f"{size.functions:,}", f"{len(size.used_once)} ({once:.1%})",
+            f"{len(size.kind_files)}",
         )  # fmt: skip
     console = Console(width=120)
     console.print(table)
@@ -128,6 +152,7 @@ def main() -> None:
     console.print("used once: " + ", ".join(f"{count} {how}" for how, count in kinds.most_common()))
     if options.list:
         print(*(f"{one.location}  {one.how}" for one in size.used_once), sep="\n")
+        print("files that name kinds of op:", *size.kind_files, sep="\n")
 
 
 if __name__ == "__main__":

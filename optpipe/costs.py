@@ -13,25 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.ops import KINDS, OpArray
+from optpipe.kinds import COPIES, KIND, KINDS, SizeName, TimeName
+from optpipe.ops import OpArray
 from optpipe.problem import Problem
 from optpipe.stage import OFFLOAD, Mode, Stage, UnitStage
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-BACKWARD_OF = {"CB": "B", "CBW": "BW"}
-"""The plain backward of each backward that recomputes inside itself."""
-
-COPIES = ("O", "R")
-
-WITHOUT_MODES = ("F", "B", "W", "BW", "O", "R")
-"""Kinds of ops of a microbatch that is kept, or offloaded whole."""
 
 
 class Effect(NamedTuple):
@@ -56,48 +50,63 @@ def implied_mode(stage: Stage, kind: str) -> Mode:
     return stage.choices[stage.choice_numbers.get(OFFLOAD, 0) if kind in COPIES else 0]
 
 
+def times_us(stage: Stage, mode: Mode) -> dict[TimeName, float]:
+    """Times of a microbatch in a mode, of which durations of ops consist; NaN for what it does not do."""
+    copy, again = mode.offload, mode.recompute_us if mode.recomputes else nan
+    return {
+        "forward": stage.forward_us,
+        "backward_input": stage.backward_input_us,
+        "backward_weight": stage.backward_weight_us,
+        "offload": copy.offload_us if copy else nan,
+        "reload": copy.reload_us if copy else nan,
+        "recompute": again,
+        "recompute_inside": nan if mode.segment_bytes is None else again,
+    }
+
+
+def sizes_bytes(stage: Stage, mode: Mode) -> dict[SizeName, int]:
+    """Sizes of a microbatch in a mode, which its ops take and free."""
+    work = stage.workspace_bytes
+    taken, freed = (
+        (stage.gradients_taken_bytes, stage.gradients_freed_bytes) if isinstance(stage, UnitStage) else (0, 0)
+    )
+    return {
+        "kept": mode.kept_bytes,
+        "activation": stage.activation_bytes,
+        "backward_weight": stage.backward_weight_bytes,
+        "recomputed": mode.recomputed_bytes,
+        "segment": mode.segment_bytes or 0,
+        "copied": mode.offload.bytes if mode.offload else 0,
+        "gradients_taken": taken,
+        "gradients_freed": freed,
+        "forward_workspace": mode.forward_workspace_bytes,
+        "recompute_workspace": mode.workspace_bytes,
+        "workspace_F": work.F,
+        "workspace_B": work.B,
+        "workspace_W": work.W,
+        "workspace_BW": work.BW,
+    }
+
+
 def duration_us(stage: Stage, kind: str, mode: Mode | None = None) -> float:
     """Duration of an op of `kind` for a microbatch in `mode` (default: `implied_mode`); NaN if it has no such op."""
-    mode = mode or implied_mode(stage, kind)
-    if kind in COPIES:
-        copy = mode.offload
-        return float("nan") if copy is None else copy.offload_us if kind == "O" else copy.reload_us
-    if kind == "C" or kind in BACKWARD_OF:
-        if not mode.recomputes or (kind != "C" and mode.segment_bytes is None):
-            return float("nan")
-        return mode.recompute_us + (0 if kind == "C" else stage.duration_us(BACKWARD_OF[kind]))
-    return stage.duration_us(kind)
+    times = times_us(stage, mode or implied_mode(stage, kind))
+    return sum(times[name] for name in KIND[kind].times)
 
 
 def device_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
     """Effect on its device's memory of an op of `kind` for a microbatch in `mode` (default: `implied_mode`)."""
-    mode = mode or implied_mode(stage, kind)
-    if kind in COPIES:
-        moved = mode.offload.bytes if mode.offload else 0
-        return Effect(0, -moved) if kind == "O" else Effect(moved, 0)
-    if kind == "C":
-        return Effect(mode.recomputed_bytes + mode.workspace_bytes, -mode.workspace_bytes)
-    inside = kind in BACKWARD_OF
-    kind = BACKWARD_OF.get(kind, kind)
-    work: int = getattr(stage.workspace_bytes, kind)
-    if kind == "F":
-        return Effect(mode.kept_bytes + mode.forward_workspace_bytes + work, -mode.forward_workspace_bytes - work)
-    if kind == "W":
-        return Effect(work, -stage.backward_weight_bytes - work)
-    held = mode.kept_bytes if inside else stage.activation_bytes
-    left = stage.backward_weight_bytes if kind == "B" else 0
-    work += mode.segment_bytes or 0 if inside else 0
-    taken, freed = (
-        (stage.gradients_taken_bytes, stage.gradients_freed_bytes) if isinstance(stage, UnitStage) else (0, 0)
+    sizes, row = sizes_bytes(stage, mode or implied_mode(stage, kind)), KIND[kind]
+    taken, during, freed, left = (
+        sum(sizes[name] for name in names) for names in (row.takes, row.during, row.frees, row.leaves)
     )
-    return Effect(work + taken, left - held - work - freed)
+    return Effect(taken + during, left - freed - during)
 
 
 def host_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
     """Effect of an op on host memory: the buffer is held from the start of O to the end of R."""
-    mode = mode or implied_mode(stage, kind)
-    moved = mode.offload.bytes if mode.offload else 0
-    return Effect(moved if kind == "O" else 0, -moved if kind == "R" else 0)
+    sizes, row = sizes_bytes(stage, mode or implied_mode(stage, kind)), KIND[kind]
+    return Effect(sum(sizes[name] for name in row.host_takes), -sum(sizes[name] for name in row.host_frees))
 
 
 def effect_table(problem: Problem, effect: Callable[[Stage, str], Effect]) -> Ints:

@@ -10,31 +10,22 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Self, overload
+from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from optpipe.kinds import CODE, KIND, KINDS, StreamName
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-KINDS = ("F", "B", "W", "BW", "O", "R", "C", "CB", "CBW")
-"""forward, backward input, backward weight, both backwards fused, offload, reload, recomputation ahead of the backward,
-and backwards (input, fused) that recompute inside themselves"""
-
-StreamName = Literal["compute", "offload", "reload"]
-STREAMS: tuple[StreamName, ...] = ("compute", "offload", "reload")
-
-STREAM_OF_KIND = (0, 0, 0, 0, 1, 2, 0, 0, 0)
-"""Index into STREAMS of the stream of each kind."""
-
-_CODE = {kind: code for code, kind in enumerate(KINDS)}
-
-_OP = r"(F|BW|B|W|O|R|CBW|CB|C)(0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})"
+_OP = rf"({'|'.join(KINDS)})(0|[1-9]\d{{0,6}})\.(0|[1-9]\d{{0,6}})"
 _NAME = re.compile(_OP, re.ASCII)
 _NAMES = re.compile(f"(?:{_OP}(?: {_OP})*+)?", re.ASCII)
 _DOTS_AS_SPACES = bytes.maketrans(b".", b" ")
+_LETTERS = "".join(KINDS).encode()
 
 
 class Op(NamedTuple):
@@ -58,7 +49,7 @@ class Op(NamedTuple):
     @property
     def stream(self) -> StreamName:
         """Stream of the device that runs this op."""
-        return "offload" if self.kind == "O" else "reload" if self.kind == "R" else "compute"
+        return KIND[self.kind].stream
 
 
 def is_op_name(text: str) -> bool:
@@ -92,7 +83,7 @@ class OpArray(Sequence[Op]):
     @classmethod
     def of_columns(cls, kind: Iterable[str], stage: ArrayLike, microbatch: ArrayLike) -> OpArray:
         """Build from columns, with kinds by name. Raises KeyError for a kind that is not in KINDS."""
-        return cls([_CODE[name] for name in kind], stage, microbatch)
+        return cls([CODE[name] for name in kind], stage, microbatch)
 
     @classmethod
     def parse(cls, names: str) -> OpArray:
@@ -101,7 +92,7 @@ class OpArray(Sequence[Op]):
             raise _no_name(next(name for name in names.split(" ") if not is_op_name(name)))
         text = names.encode()
         kinds = text.translate(None, b"0123456789.").decode().split()
-        numbers = np.fromstring(text.translate(_DOTS_AS_SPACES, b"FBWORC"), np.int64, sep=" ")
+        numbers = np.fromstring(text.translate(_DOTS_AS_SPACES, _LETTERS), np.int64, sep=" ")
         return cls.of_columns(kinds, *numbers.reshape(-1, 2).T)
 
     @property

@@ -14,6 +14,7 @@ from optpipe.layers import HostCopies, Layer, LayerProfile
 from optpipe.mode_names import BLOCKS, WITH_OFFLOAD, parse_recomputed, without_offload, without_shorthand
 from optpipe.problem import Objective, Problem
 from optpipe.sequences import DECIMALS, slice_times_us
+from optpipe.stage import Workspace
 
 Kind = Literal["linear", "interleaved", "v"]
 
@@ -212,7 +213,7 @@ def _stage(profile: LayerProfile, layers: Sequence[Layer], scale: float, offload
         stage[field] = sum(_rounded_up(getattr(layer, field) * scale) for layer in layers)
     stage["workspace_bytes"] = {
         kind: max(_rounded_up(getattr(layer.workspace_bytes, kind) * scale) for layer in layers)
-        for kind in ("F", "B", "W", "BW")
+        for kind in Workspace.model_fields
     }
     moved = sum(_rounded_up(layer.offload_bytes * scale) for layer in layers)
     if offload and moved and profile.copies:

@@ -35,6 +35,7 @@ from optpipe.fields import (
     at_most,
     reject,
 )
+from optpipe.kinds import KIND
 from optpipe.stage import SliceFactors, Stage, UnitFactors, UnitStage, exact, scaled_bytes, scaled_us
 
 Floats = NDArray[np.float64]
@@ -283,7 +284,7 @@ class Problem(Displayed, Document):
         """
         microbatches = np.arange(self.microbatches) if microbatch_order is None else np.asarray(microbatch_order)
         slices = np.arange(self.slice_count)
-        slices = slices if kind in ("F", "O") else slices[::-1]
+        slices = slices if KIND[kind].ascends else slices[::-1]
         units: Ints = (microbatches[:, None] * self.slice_count + slices).ravel()
         return units
 

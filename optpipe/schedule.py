@@ -32,18 +32,19 @@ from optpipe.display import Displayed
 from optpipe.document import Document, read_document
 from optpipe.errors import InputError, Issue
 from optpipe.fields import Bytes, Index, Instant, Share, TimeUs, are_indices, are_instants, reject
-from optpipe.ops import (
+from optpipe.kinds import (
+    COPIES,
     KINDS,
+    RECOMPUTATIONS,
     STREAM_OF_KIND,
     STREAMS,
-    DeviceOrders,
-    Op,
-    OpArray,
-    Orders,
+    KindName,
     StreamName,
-    WaitArray,
-    is_op_name,
+    codes,
+    covering,
+    needs_of,
 )
+from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray, is_op_name
 from optpipe.problem import Objective, Problem
 from optpipe.stage import KEPT, MAX_MODE_NAME, OFFLOAD, ModeName
 
@@ -69,7 +70,7 @@ class ScheduledOp(Document):
     `mode` is given for an F whose activation is not kept; None: as stages[].offload if there is an O, else kept.
     """
 
-    op: Literal["F", "B", "W", "BW", "O", "R", "C", "CB", "CBW"]
+    op: KindName
     stage: Index
     microbatch: Index
     start_us: Instant
@@ -261,8 +262,7 @@ class DevicePlan(Document):
     @property
     def recomputed(self) -> int:
         """Number of activations that are recomputed, ahead of their backward or inside it."""
-        again = [KINDS.index(kind) for kind in ("C", "CB", "CBW")]
-        return int(np.isin(self.compute.ops.kind, again).sum())
+        return int(np.isin(self.compute.ops.kind, codes(RECOMPUTATIONS)).sum())
 
 
 class Schedule(Displayed, Document):
@@ -441,7 +441,7 @@ class Schedule(Displayed, Document):
 
         Only transfers of zero length can share an instant on a channel, where times do not determine their order.
         """
-        if not any(op.kind in "OR" and start == end for op, (start, end) in at.items()):
+        if not any(op.kind in COPIES and start == end for op, (start, end) in at.items()):
             return []
         import networkx  # slow to import, and rarely needed
 
@@ -452,9 +452,10 @@ class Schedule(Displayed, Document):
                 graph.add_edges_from(pairwise(ops.ops))
                 waits = ops.waits_of().items()
                 graph.add_edges_from((before, op) for op, others in waits for before in others if before in at)
-        for kind, s, i in at:
-            before = {"O": ("F",), "R": ("O",)}.get(kind, ("R",) if kind in ("B", "BW", "C", "CB", "CBW") else ())
-            graph.add_edges_from((Op(other, s, i), Op(kind, s, i)) for other in before if Op(other, s, i) in at)
+        for op in at:
+            needs = [need.duty for need in needs_of(op.kind) if not need.stage and not need.slice]
+            befores = (Op(kind, *op[1:]) for duty in needs for kind in covering(duty))
+            graph.add_edges_from((before, op) for before in befores if before in at)
         try:
             return list(networkx.lexicographical_topological_sort(graph, key=lambda op: (*at[op], op)))
         except networkx.NetworkXUnfeasible:

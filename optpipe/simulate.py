@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from optpipe.costs import Costs
 from optpipe.errors import DeadlockError, OrderError
+from optpipe.kinds import KINDS, STREAM_OF_KIND, STREAMS
 from optpipe.memory import Curve, memory_curve
-from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, Op, OpArray, Orders, WaitArray
+from optpipe.ops import Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.stage import Mode
 

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError, cycle_text
-from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, OpArray, WaitArray
+from optpipe.kinds import KINDS, STREAM_OF_KIND, STREAMS
+from optpipe.ops import OpArray, WaitArray
 from optpipe.schedule import Schedule
 from optpipe.stage import Offload, Stage
 from optpipe.worst_case_memory import (

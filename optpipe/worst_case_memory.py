@@ -28,7 +28,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError
-from optpipe.ops import KINDS, Op, OpArray, WaitArray
+from optpipe.kinds import KINDS
+from optpipe.ops import Op, OpArray, WaitArray
 from optpipe.problem import Problem
 from optpipe.stage import Stage
 

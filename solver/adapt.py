@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.costs import BACKWARD_OF, COPIES
 from optpipe.errors import DeadlockError, OrderError
+from optpipe.kinds import COPIES, PLAIN_BACKWARD
 from optpipe.ops import DeviceOrders, Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -112,10 +112,10 @@ def _in_modes_of(problem: Problem, orders: Orders, others: Sequence[Sequence[Kep
             mode = problem.stages[op.stage].choices[modes[op.stage, op.microbatch]]
             if (op.kind in COPIES and not mode.offload) or (op.kind == "C" and not mode.recomputes):
                 continue
-            if op.kind in BACKWARD_OF and mode.segment_bytes is None:
+            if op.kind in PLAIN_BACKWARD and mode.segment_bytes is None:
                 if mode.recomputes:
                     yield Op("C", op.stage, op.microbatch)
-                yield Op(BACKWARD_OF[op.kind], op.stage, op.microbatch)
+                yield Op(PLAIN_BACKWARD[op.kind], op.stage, op.microbatch)
             else:
                 yield op
 

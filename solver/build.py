@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from optpipe.costs import Costs
 from optpipe.errors import VerificationError
+from optpipe.kinds import KINDS, PASSAGE, ROWS, STREAM_OF_KIND, STREAMS
 from optpipe.memory import Times, derive_waits
-from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, DeviceOrders, OpArray, Orders, WaitArray
+from optpipe.ops import DeviceOrders, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.schedule import PlannedOps, Schedule, named_modes, relative_gap, shared_channels
 from optpipe.simulate import Simulation, simulate
@@ -180,13 +181,9 @@ def _in_order(problem: Problem, planned: Times, microbatch_order: Sequence[int] 
     """Ops by time; ops without length at one instant in the order in which a microbatch passes through them."""
     ops = OpArray.of(list(planned))
     start, end = np.array(list(planned.values())).reshape(-1, 2).T
-    rank = np.array([_PASSAGE[kind] for kind in KINDS])[ops.kind]
-    ahead = (rank == _PASSAGE["F"]) | (rank == _PASSAGE["O"])
+    rank = np.array([PASSAGE.index(row.duties[0]) for row in ROWS])[ops.kind]
+    ahead = np.array([row.ascends for row in ROWS])[ops.kind]
     way = np.where(ahead, ops.stage, -ops.stage)
     forward, backward = (np.argsort(problem.units_in_order(kind, microbatch_order)) for kind in "FB")
     place = np.where(ahead, forward[ops.microbatch], backward[ops.microbatch])
     return ops[np.lexsort((place, way, rank, end, start))]
-
-
-_PASSAGE = {"F": 0, "O": 1, "R": 2, "C": 3, "B": 4, "BW": 4, "CB": 4, "CBW": 4, "W": 5}
-"""Rank of each kind of op in the order in which a microbatch passes through them on a stage."""

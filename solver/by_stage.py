@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from optpipe.costs import COPIES, Costs
+from optpipe.costs import Costs
 from optpipe.errors import DeadlockError, InputError
-from optpipe.ops import KINDS, Bools, DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
+from optpipe.kinds import CODE, COPIES, KINDS, PLAIN_BACKWARD, RECOMPUTATIONS, codes
+from optpipe.ops import Bools, DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.stage import Stage
@@ -29,13 +30,11 @@ from solver.variants import Variant, variants
 IN_FLIGHT = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25)
 """Microbatches in flight that a choice makes room for, as a share of the stages from a stage to the last (1F1B's)."""
 
-_C = KINDS.index("C")
-_BACKWARDS = [KINDS.index("B"), KINDS.index("BW")]
-_AGAIN = ("C", "CB", "CBW")
-_RECOMPUTATIONS = [KINDS.index(kind) for kind in _AGAIN]
-_INSIDE = np.array([KINDS.index(f"C{kind}" if kind in ("B", "BW") else kind) for kind in KINDS])
+_C = CODE["C"]
+_INSIDE = np.arange(len(KINDS))
+_INSIDE[[*codes(PLAIN_BACKWARD.values())]] = codes(PLAIN_BACKWARD)
 """The kind that each kind is where the backward recomputes."""
-_PLAIN = np.array([KINDS.index(kind if kind == "C" else kind.removeprefix("C")) for kind in KINDS])
+_PLAIN = np.array([CODE[PLAIN_BACKWARD.get(kind, kind)] for kind in KINDS])
 
 
 @dataclass(frozen=True)
@@ -115,14 +114,14 @@ def _with_recomputation(ops: OpArray, ahead: Bools, inside: Bools) -> OpArray:
     `ahead` and `inside`: which units do so, of shape (stages, units), here and below.
     """
     last = _end(ops, inside)
-    twice = np.flatnonzero(np.isin(ops.kind, _BACKWARDS) & ahead[ops.stage, ops.microbatch])
+    twice = np.flatnonzero(np.isin(ops.kind, codes(PLAIN_BACKWARD.values())) & ahead[ops.stage, ops.microbatch])
     kind = np.insert(last.kind, twice, _C)
     return OpArray(kind, *(np.insert(column, twice, column[twice]) for column in (ops.stage, ops.microbatch)))
 
 
 def _begin(ops: OpArray, ahead: Bools, inside: Bools) -> OpArray:
     """The first of the ops that each op of the plain problem is."""
-    twice = np.isin(ops.kind, _BACKWARDS) & ahead[ops.stage, ops.microbatch]
+    twice = np.isin(ops.kind, codes(PLAIN_BACKWARD.values())) & ahead[ops.stage, ops.microbatch]
     return OpArray(np.where(twice, _C, _end(ops, inside).kind), ops.stage, ops.microbatch)
 
 
@@ -222,10 +221,10 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
         ops = OpArray.of(device.compute)
         changes = costs.device_effects(ops)
         after = np.cumsum(changes.sum(axis=1))
-        forward = np.flatnonzero(ops.kind == KINDS.index("F"))
+        forward = np.flatnonzero(ops.kind == CODE["F"])
         first = np.zeros(modes.shape, np.int64)
         first[ops.stage[forward], ops.microbatch[forward]] = forward
-        recomputations = np.flatnonzero(np.isin(ops.kind, _RECOMPUTATIONS))
+        recomputations = np.flatnonzero(np.isin(ops.kind, codes(RECOMPUTATIONS)))
         again = ops[recomputations]
         unit_class, mode = problem.unit_class[again.microbatch], modes[again.stage, again.microbatch]
         more, workspace, segment = sizes[:, again.stage, unit_class, mode]
@@ -271,7 +270,7 @@ def drop_needless(problem: Problem, orders: Orders) -> Orders:
             tried(chosen.reshape(units.shape), targets)
 
     kept = np.zeros((len(problem.stages), problem.units), np.int64)
-    tried(_done_to(orders, kept.shape, [*COPIES, *_AGAIN]), kept)
+    tried(_done_to(orders, kept.shape, [*COPIES, *RECOMPUTATIONS]), kept)
     if orders.modes is not None:
         stays = [[_choice_that_stays(stage, k) for k in range(len(stage.choices))] for stage in problem.stages]
         numbers = [[stays[s][k] for k in row] for s, row in enumerate(orders.modes.tolist())]
@@ -282,7 +281,7 @@ def drop_needless(problem: Problem, orders: Orders) -> Orders:
 
 def _done_to(orders: Orders, shape: tuple[int, ...], kinds: Collection[str]) -> Bools:
     """The units, of shape (stages, units), that have ops of these kinds."""
-    found, numbers = np.zeros(shape, bool), [KINDS.index(kind) for kind in kinds]
+    found, numbers = np.zeros(shape, bool), codes(kinds)
     for device in orders.devices:
         for stream in map(OpArray.of, device.streams()):
             there = np.isin(stream.kind, numbers)
@@ -305,7 +304,7 @@ def _with_modes(orders: Orders, units: Bools, targets: Ints) -> Orders:
     def changed(ops: OpArray) -> tuple[OpArray, Bools]:
         at = ops.stage, ops.microbatch
         whole = units[at] & (targets[at] == 0)
-        gone = units[at] & np.isin(ops.kind, [KINDS.index(kind) for kind in COPIES]) | whole & (ops.kind == _C)
+        gone = units[at] & np.isin(ops.kind, codes(COPIES)) | whole & (ops.kind == _C)
         return OpArray(np.where(whole, _PLAIN[ops.kind], ops.kind), *at), ~gone
 
     def left(ops: Sequence[Op]) -> OpArray:

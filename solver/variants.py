@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from optpipe.costs import device_effect
+from optpipe.kinds import kind_of
 from optpipe.problem import Problem
 from optpipe.stage import Mode, Stage
 
@@ -64,12 +65,17 @@ def fitting_variants(problem: Problem, stage: int) -> Sequence[Variant]:
 
 def _alone_bytes(stage: Stage, variant: Variant) -> int:
     """The peak of a microbatch alone, with a split or a fused backward, whichever needs less."""
-    mode, inside = variant.mode, "C" if variant.inside else ""
-    forward, back = (["F", "O"], ["R"]) if mode.offload else (["F"], [])
-    again = ["C"] if variant.ahead else []
-    backwards = [[f"{inside}BW"], *([[f"{inside}B", "W"]] if stage.split_backward else [])]
-    effects = ([device_effect(stage, k, mode) for k in (*forward, *back, *again, *kinds)] for kinds in backwards)
+    effects = ([device_effect(stage, k, variant.mode) for k in kinds] for kinds in op_lists(stage, variant))
     return min(max(accumulate(change for effect in of_ops for change in effect)) for of_ops in effects)
+
+
+def op_lists(stage: Stage, variant: Variant) -> Sequence[Sequence[str]]:
+    """Kinds of the ops of a microbatch in a variant, in order: with a split backward where the stage has one, fused."""
+    copies = (["O"], ["R"]) if variant.mode.offload else ([], [])
+    again, inside = (["C"] if variant.ahead else []), (("C",) if variant.inside else ())
+    split, fused = [kind_of("B", *inside), "W"], [kind_of("B", "W", *inside)]
+    before = ["F", *copies[0], *copies[1], *again]
+    return [[*before, *backward] for backward in ([split, fused] if stage.split_backward else [fused])]
 
 
 def unit_variants(problem: Problem, stage: int, unit: int) -> Sequence[Variant]:

@@ -12,7 +12,8 @@ from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from optpipe.plot.style import BUDGET, FAINT_INK, GRID, IDLE, INK, LIGHTEST, MEMORY_EDGE, MEMORY_FILL, OP_LOOKS
+from optpipe.kinds import ROWS
+from optpipe.plot.style import BUDGET, FAINT_INK, GRID, IDLE, INK, LIGHTEST, MEMORY_EDGE, MEMORY_FILL
 from solver.methods import METHODS
 
 STATIC = Path(__file__).parent / "static"
@@ -92,4 +93,4 @@ def _palette() -> dict[str, str]:
         "budget": BUDGET,
         "lightest": f"{LIGHTEST:g}",
     }
-    return colours | {f"op-{kind.lower()}": look.colour for kind, look in OP_LOOKS.items()}
+    return colours | {f"op-{row.name.lower()}": row.colour for row in ROWS}

@@ -11,7 +11,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
 from examples.pictures.memory import draw_memory, highest_bytes
-from optpipe.ops import KINDS, STREAM_OF_KIND
+from optpipe.kinds import KINDS, STREAM_OF_KIND
 from optpipe.plot.panel import (
     GUTTER_INCHES,
     Box,

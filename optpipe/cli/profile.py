@@ -14,10 +14,10 @@ import typer
 from optpipe.cli.console import AsJson, doing_long, names_in, parse_share, parse_size, print_json, stdout, table
 from optpipe.cli.plan import MAX_DIGITS, SliceChoice
 from optpipe.cli.profile_model import Options, profile_model
-from optpipe.cli.profile_report import KINDS
 from optpipe.document import shown
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, write_atomically
+from optpipe.kinds import WITHOUT_MODES
 from optpipe.mode_names import parse_modes
 from optpipe.partition import devices_of_stages
 from optpipe.units import us_text
@@ -327,10 +327,12 @@ def profile_run(
         return 0
     console = stdout()
     console.print(f"{run.name}: {run.source}\n")
-    times = table("stage", "device", *(f"{kind} (us)" for kind in KINDS), "to the next", "back", "gather", "reduce")
+    times = table(
+        "stage", "device", *(f"{kind} (us)" for kind in WITHOUT_MODES), "to the next", "back", "gather", "reduce"
+    )
     memory = table("stage", "activation bytes", "kept for W", "may leave", "parameter bytes", "gathered", "gradients")
     for s, costs in enumerate(run.stages):
-        found = [*(costs.times_us.get(kind) for kind in KINDS), *[*run.transfers_us, (None, None)][s]]
+        found = [*(costs.times_us.get(kind) for kind in WITHOUT_MODES), *[*run.transfers_us, (None, None)][s]]
         found += [costs.times_us.get(kind) for kind in ("GATHER", "REDUCE")]
         times.add_row(str(s), str(run.placement[s]), *("-" if us is None else f"{us:,.1f}" for us in found))
         held = (costs.activation_bytes, costs.backward_weight_bytes, costs.offload_bytes, costs.parameter_bytes)

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optpipe.cli.console import stdout, table
+from optpipe.kinds import WITHOUT_MODES
+from optpipe.stage import Workspace
 from optpipe.units import percent_text, share_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.profile.check import Check
     from optpipe.profile.measured import Measured, StageFigures
     from optpipe.profile.ops import Spread
-
-KINDS = ("F", "B", "W", "BW", "O", "R")
-"""Ops with a column in the tables of times."""
 
 
 def document(measured: Measured, check: Check | None, output: Path, written: str) -> dict[str, Any]:
@@ -56,16 +55,16 @@ def print_stages(measured: Measured) -> None:
     from optpipe.profile.ops import kinds_of_mode
 
     console = stdout()
-    times = table("stage", "device", *(f"{kind} (us)" for kind in KINDS), "to the next stage")
+    times = table("stage", "device", *(f"{kind} (us)" for kind in WITHOUT_MODES), "to the next stage")
     boundaries = [*measured.transfers.spreads, None]
     for s, stage in enumerate(measured.stages):
-        cells = [_spread_text(stage.times.get(kind)) for kind in KINDS]
+        cells = [_spread_text(stage.times.get(kind)) for kind in WITHOUT_MODES]
         times.add_row(str(s), str(measured.placement[s]), *cells, _spread_text(boundaries[s]))
     console.print(times)
     console.print("each: median, and interquartile range in per cent of it\n")
     for undeferred in [undeferred for stage in measured.stages for undeferred in stage.undeferred]:
         console.print(f"{undeferred}\n")
-    workspaces = ("F", "B", "W", "BW")
+    workspaces = tuple(Workspace.model_fields)
     columns = ("activation bytes", "kept for W", "may leave", *(f"workspace {kind}" for kind in workspaces))
     memory = table("stage", *columns, "parameter bytes")
     for s, stage in enumerate(measured.stages):

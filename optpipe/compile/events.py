@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from optpipe.compile.program import BACKWARDS, RECEIVES, STREAM_OF_KIND, Action, Program, matching_send
+from optpipe.compile.program import RECEIVES, STREAM_OF_ACTION, Action, Program, matching_send
+from optpipe.kinds import BACKWARDS
 from optpipe.ops import Op
 
 Clock = tuple[int, int, int]
 """Number of actions of the compute, offload and reload stream that have ended."""
 
 _ORDERED = ("compute", "offload", "reload")
-_CLOCK_INDEX = {kind: _ORDERED.index(stream) for kind, stream in STREAM_OF_KIND.items() if stream in _ORDERED}
+_CLOCK_INDEX = {kind: _ORDERED.index(stream) for kind, stream in STREAM_OF_ACTION.items() if stream in _ORDERED}
 """Index into a clock of the stream of each kind, for kinds on an ordered stream."""
 
 

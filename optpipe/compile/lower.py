@@ -24,16 +24,9 @@ from optpipe.compile.check import check_program
 from optpipe.compile.events import Key, Rules, with_events
 from optpipe.compile.memory import action_effect, unit_stage
 from optpipe.compile.offload import insert_releases, plan_slabs, reload_begins_us
-from optpipe.compile.program import (
-    BACKWARDS,
-    LAST_BACKWARDS,
-    SENDS,
-    Action,
-    Program,
-    matching_receive,
-    matching_send,
-)
+from optpipe.compile.program import SENDS, Action, Program, matching_receive, matching_send
 from optpipe.costs import Effect
+from optpipe.kinds import BACKWARDS, COPIES, HALVES, LAST_BACKWARDS, WHOLE_BACKWARD
 from optpipe.memory import Times
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
@@ -100,7 +93,7 @@ class _Graph:
         last = len(self._placement) - 1
         for op, (start_us, end_us) in self._plan.times.items():
             kind, s, i = op
-            if kind in ("O", "R"):
+            if kind in COPIES:
                 yield self._plan.begin_us.get(op, start_us), _OFFLOAD if kind == "O" else _RELOAD, kind, s, i
                 continue
             yield end_us, _COMPUTE, kind, s, i
@@ -221,23 +214,20 @@ def fuse_adjacent(program: Program, problem: Problem, stages: Collection[int] | 
     budget of its device.
     """
     pairs = {
-        (after.stage, after.microbatch): _FUSED[before.kind]
+        (after.stage, after.microbatch): WHOLE_BACKWARD[before.kind]
         for d in range(len(program.devices))
         for before, after in _fusible_pairs(program, d, problem)
         if stages is None or after.stage in stages
     }
 
     def fused(op: Op) -> Op:
-        return Op(pairs[op[1:]], *op[1:]) if op.kind in ("B", "CB", "W") and op[1:] in pairs else op
+        return Op(pairs[op[1:]], *op[1:]) if op.kind in HALVES and op[1:] in pairs else op
 
     devices = []
     for actions in program.devices:
         kept = (action for action in actions if action.kind != "W" or action[1:3] not in pairs)
         devices.append(tuple(a._replace(kind=fused(a.key).kind, waits=tuple(map(fused, a.waits))) for a in kept))
     return with_events(replace(program, devices=tuple(devices)))
-
-
-_FUSED = {"B": "BW", "CB": "CBW"}
 
 
 def _fusible_pairs(program: Program, device: int, problem: Problem) -> Iterator[tuple[Action, Action]]:
@@ -251,8 +241,8 @@ def _fusible_pairs(program: Program, device: int, problem: Problem) -> Iterator[
     level = 0  # bytes held before the first of two neighbours on the compute stream
     for first, last in pairwise(k for k, action in enumerate(actions) if action.stream == "compute"):
         before, between, after = actions[first], actions[first + 1 : last], actions[last]
-        adjacent = after.kind == "W" and before.kind in _FUSED and before[1:3] == after[1:3]
-        fits = not adjacent or budget is None or level + effect(before, _FUSED[before.kind]).at_start <= budget
+        adjacent = after.kind == "W" and before.kind in WHOLE_BACKWARD and before[1:3] == after[1:3]
+        fits = not adjacent or budget is None or level + effect(before, WHOLE_BACKWARD[before.kind]).at_start <= budget
         if adjacent and fits and not any(a.kind == "O" and before.key in a.waits for a in between):
             yield before, after
         level += sum(effect(before, before.kind))

@@ -9,10 +9,10 @@ from functools import cache
 import numpy as np
 
 from optpipe.assignment import MemorySteps
-from optpipe.compile.program import BACKWARDS, COLLECTIVES, LAST_BACKWARDS, RECEIVES, SENDS, Action, Program
+from optpipe.compile.program import COLLECTIVES, RECEIVES, SENDS, Action, Program
 from optpipe.costs import Effect, device_effect, host_effect
 from optpipe.errors import BudgetError
-from optpipe.ops import KINDS
+from optpipe.kinds import BACKWARDS, COPIES, KINDS, LAST_BACKWARDS
 from optpipe.problem import Problem
 from optpipe.stage import Mode, Stage
 
@@ -169,7 +169,7 @@ def action_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
     """Effect of an action on device memory, without messages, for a microbatch in `mode` (as `unit_stage`)."""
     if kind in _COPY_OF:
         return device_effect(stage, _COPY_OF[kind], mode)
-    return device_effect(stage, kind, mode) if kind in KINDS and kind not in ("O", "R") else NOTHING
+    return device_effect(stage, kind, mode) if kind in KINDS and kind not in COPIES else NOTHING
 
 
 def host_bytes(stage: Stage, mode: Mode | None = None) -> int:

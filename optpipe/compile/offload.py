@@ -39,8 +39,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from optpipe.compile.program import BACKWARDS, Action, Slab
+from optpipe.compile.program import Action, Slab
 from optpipe.costs import Costs
+from optpipe.kinds import BACKWARDS
 from optpipe.memory import Times
 from optpipe.ops import DeviceOrders, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem

@@ -1,6 +1,6 @@
 """Actions and programs: one list of actions per device, in the order in which its host thread issues them.
 
-The ops of a schedule keep their kinds (`optpipe.ops.KINDS`). Lowering adds:
+The ops of a schedule keep their kinds (`optpipe.kinds`). Lowering adds:
 
 * Messages. Where consecutive stages sit on different devices, SEND_F on the earlier stage and RECV_F on the
   later one carry activations, SEND_B on the later and RECV_B on the earlier one carry gradients.
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from optpipe.kinds import RECOMPUTATIONS, ROWS
 from optpipe.ops import Op
 
 SENDS = ("SEND_F", "SEND_B")
@@ -31,23 +32,14 @@ RECEIVES = ("RECV_F", "RECV_B")
 COLLECTIVES = ("GATHER", "REDUCE_PART", "REDUCE")
 """Actions of the replicas of a stage: all of them run these in the same order."""
 
-BACKWARDS = ("B", "BW", "CB", "CBW")
-"""Kinds that take the gradient of a stage's output and make that of its input."""
-
-RECOMPUTATIONS = ("C", "CB", "CBW")
-"""Kinds that make an activation anew: ahead of the backward, or inside it."""
-
-LAST_BACKWARDS = ("W", "BW", "CBW")
-"""Kinds after which the weight gradients of a microbatch are complete."""
-
 ActionStream = Literal["compute", "offload", "reload", "communication"]
 
-STREAM_OF_KIND: dict[str, ActionStream] = {
-    **dict.fromkeys(("F", "W", "C", *BACKWARDS, "RELEASE", "PREPARE", *COLLECTIVES), "compute"),
-    "O": "offload",
-    "R": "reload",
+STREAM_OF_ACTION: dict[str, ActionStream] = {
+    **{row.name: row.stream for row in ROWS},
+    **dict.fromkeys(("RELEASE", "PREPARE", *COLLECTIVES), "compute"),
     **dict.fromkeys((*SENDS, *RECEIVES), "communication"),
 }
+"""Stream of each kind of action."""
 
 
 class Message(NamedTuple):
@@ -85,7 +77,7 @@ class Action(NamedTuple):
     @property
     def stream(self) -> ActionStream:
         """Stream that runs the action. Messages are ordered only within a pair of devices: first in, first out."""
-        return STREAM_OF_KIND[self.kind]
+        return STREAM_OF_ACTION[self.kind]
 
     @property
     def message(self) -> Message:

@@ -9,8 +9,9 @@ asked for all messages that it discards, and no device waits for a message that 
 from __future__ import annotations
 
 from optpipe.compile.program import RECEIVES, SENDS, Program, matching_receive, matching_send
+from optpipe.kinds import COPIES
 
-BEFORE = ("F", "C", "O", "RELEASE", "PREPARE", "R", *SENDS, *RECEIVES)
+BEFORE = ("F", "C", *COPIES, "RELEASE", "PREPARE", *SENDS, *RECEIVES)
 
 
 def validation_points(program: Program) -> tuple[int, ...]:

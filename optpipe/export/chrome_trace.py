@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from optpipe.kinds import STREAMS
 from optpipe.memory import Curve, planned_memory
-from optpipe.ops import STREAMS, Op
+from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, ScheduledOp
 from optpipe.trace.document import LANES, MeasuredAction, Trace

@@ -33,14 +33,13 @@ from optpipe.document import MOST_ISSUES, shown, utf8_text
 from optpipe.document_kinds import TORCH_ACTION
 from optpipe.errors import InputError, Issue
 from optpipe.fields import MAX_NAME
-from optpipe.ops import KINDS, Op, OpArray, Orders
+from optpipe.kinds import CODE, INSIDE, KIND, KIND_OF_TORCH, KINDS, PLAIN_BACKWARD, codes
+from optpipe.ops import Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import DevicePlan, Schedule
 from optpipe.simulate import simulate
 from optpipe.trace.observed import observed_schedule
 from optpipe.worst_case_memory import worst_case_peak_bytes
-
-_LETTERS = {"F": "F", "B": "I", "W": "W", "BW": "B", "CB": "I", "CBW": "B"}
 
 
 def torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> str:
@@ -62,7 +61,7 @@ def torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> str:
     compute = [_as_torch_runs(device.compute.ops) for device in schedule.devices]
     orders = replace(Orders.of_compute(compute), microbatch_order=schedule.orders.microbatch_order)
     simulate(schedule.problem, orders)  # raises if the orders cannot run
-    return "".join(",".join(f"{op.stage}{_LETTERS[op.kind]}{op.microbatch}" for op in ops) + "\n" for ops in compute)
+    return "".join(",".join(f"{op.stage}{KIND[op.kind].torch}{op.microbatch}" for op in ops) + "\n" for ops in compute)
 
 
 def _slices(schedule: Schedule) -> Iterator[Issue]:
@@ -91,22 +90,21 @@ def checkpointed_stages(schedule: Schedule) -> dict[int, str]:
 
 
 def _recomputing_stages(schedule: Schedule) -> list[int]:
-    inside = [KINDS.index("CB"), KINDS.index("CBW")]
+    inside = codes(INSIDE)
     columns = [device.compute.ops for device in schedule.devices]
     return sorted({s for ops in columns for s in ops.stage[np.isin(ops.kind, inside)].tolist()})
 
 
 def _as_torch_runs(ops: OpArray) -> OpArray:
     """The ops with plain backwards: what these recompute is the module's own affair."""
-    plain = np.arange(len(KINDS))
-    plain[[KINDS.index("CB"), KINDS.index("CBW")]] = KINDS.index("B"), KINDS.index("BW")
+    plain = np.array([CODE[PLAIN_BACKWARD.get(kind, kind)] for kind in KINDS])
     return OpArray(plain[ops.kind], ops.stage, ops.microbatch)
 
 
 def _recomputations(schedule: Schedule) -> Iterator[Issue]:
     """Recomputation of which torch knows nothing: ahead of a backward, or of some microbatches of a stage."""
     for d, device in enumerate(schedule.devices):
-        ahead = np.flatnonzero(device.compute.ops.kind == KINDS.index("C"))
+        ahead = np.flatnonzero(device.compute.ops.kind == CODE["C"])
         if len(ahead):
             detail = (
                 f"has {len(ahead)} ops that recompute ahead of a backward, the first "
@@ -190,8 +188,10 @@ def read_torch_csv(content: bytes, source: str, problem: Problem | None = None) 
     ranks = _ranks(utf8_text(content, source), source)
     letters = [[action.op for action in rank if action.op] for rank in ranks]
     split = {op[1:] for ops in letters for op in ops if op.kind == "W"}
-    kinds = {"F": "F", "I": "B", "W": "W"}
-    compute = [[Op(kinds.get(op.kind) or ("B" if op[1:] in split else "BW"), *op[1:]) for op in ops] for ops in letters]
+    compute = [
+        [Op("B" if op.kind == "B" and op[1:] in split else KIND_OF_TORCH[op.kind], *op[1:]) for op in ops]
+        for ops in letters
+    ]
     order = [op.microbatch for ops in compute for op in ops if op[:2] == ("F", 0)]
     if issues := [*_misplaced(compute)] or [*_incomplete(compute)] or [*_other_orders(compute, order)]:
         raise InputError(issues[:MOST_ISSUES], source)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from optpipe.errors import InputError, Issue
 from optpipe.files import write_atomically
+from optpipe.kinds import COPIES
 from optpipe.plot.figure import encode, format_of, settings
 from optpipe.plot.panel import (
     OBJECTIVE_NAMES,
@@ -111,7 +112,7 @@ def _draw_header(panel: Panel, schedules: Sequence[Labelled]) -> None:
     panel.text_above(0.85, title_text(first), fontsize=15, fontweight="bold")
     bound = time_text(max(schedule.bound_us for _, schedule in schedules))
     panel.text_above(0.55, f"{OBJECTIVE_NAMES[first.objective]}   ·   best proved bound {bound}", fontsize=10.5)
-    kinds = set().union(*(kinds_in(schedule) for _, schedule in schedules)) - {"O", "R"}
+    kinds = set().union(*(kinds_in(schedule) for _, schedule in schedules)) - {*COPIES}
     draw_legend(panel, op_entries(kinds, max(map(len, first.problem.stages_of))))
     for inches, text in zip(COLUMNS_INCHES, ("value", "bubble", "peak"), strict=True):
         panel.text_right(-0.14, text, inches, ha="right", fontsize=9.5, color=INK)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optpipe.files import write_atomically
-from optpipe.ops import StreamName
+from optpipe.kinds import StreamName
 from optpipe.plot.figure import encode, format_of, settings
 from optpipe.plot.panel import (
     Box,

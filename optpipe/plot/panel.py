@@ -16,8 +16,9 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import StrMethodFormatter
 
+from optpipe.kinds import KINDS, RECOMPUTATIONS, ROWS
 from optpipe.memory import planned_memory
-from optpipe.ops import KINDS, Op
+from optpipe.ops import Op
 from optpipe.plot.style import (
     BUDGET,
     FAINT_INK,
@@ -26,7 +27,6 @@ from optpipe.plot.style import (
     INK,
     MEMORY_EDGE,
     MEMORY_FILL,
-    OP_LOOKS,
     WHITE,
     Handle,
     Rgb,
@@ -321,11 +321,11 @@ Entry = tuple[Handle, str]
 
 def op_entries(kinds: Collection[str], stages: int) -> list[Entry]:
     """Legend entries for ops of `kinds` with up to `stages` stages per device."""
-    crowded = not {"C", "CB", "CBW"}.isdisjoint(kinds)
+    crowded = not {*RECOMPUTATIONS}.isdisjoint(kinds)
     entries: list[Entry] = [
-        (Patch(facecolor=look.colour), (look.short if crowded else "") or look.label)
-        for kind, look in OP_LOOKS.items()
-        if kind in kinds
+        (Patch(facecolor=row.colour), f"{row.name}  {row.short if crowded else row.label}".rstrip())
+        for row in ROWS
+        if row.name in kinds
     ]
     if stages > 1:
         shades = tuple(Patch(facecolor=op_colour("F", rank, stages)) for rank in range(min(stages, 6)))

@@ -13,26 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 
-
-class OpLook(NamedTuple):
-    """Colour and legend label of ops of one kind, and a shorter label where a row has those of recomputation too."""
-
-    colour: str
-    label: str
-    short: str = ""
-
-
-OP_LOOKS = {
-    "F": OpLook("#0072B2", "F  forward", "F"),
-    "B": OpLook("#E69F00", "B  backward input", "B  input"),
-    "W": OpLook("#009E73", "W  backward weight", "W  weight"),
-    "BW": OpLook("#D55E00", "BW  backward, fused", "BW"),
-    "O": OpLook("#CC79A7", "O  offload", "O"),
-    "R": OpLook("#56B4E9", "R  reload", "R"),
-    "C": OpLook("#F0E442", "C  recompute"),
-    "CB": OpLook("#B7950B", "CB  C + B"),
-    "CBW": OpLook("#8C4A1F", "CBW  C + BW"),
-}
+from optpipe.kinds import KIND
 
 IDLE = "#E9ECEF"
 GRID = "#D3D8DE"
@@ -53,7 +34,7 @@ WHITE: Rgb = (1.0, 1.0, 1.0)
 def op_colour(kind: str, rank: int, stages: int) -> Rgb:
     """Colour of an op whose stage is the `rank`-th of `stages` on its device: later stages are lighter."""
     white = LIGHTEST * rank / (stages - 1) if stages > 1 else 0.0
-    red, green, blue = to_rgb(OP_LOOKS[kind].colour)
+    red, green, blue = to_rgb(KIND[kind].colour)
     return (red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white)
 
 
@@ -71,7 +52,7 @@ class CurveLook(NamedTuple):
     dashes: tuple[float, tuple[float, ...]]
 
 
-_COLOURS = [OP_LOOKS[kind].colour for kind in ("F", "BW", "W", "O", "B", "R")]
+_COLOURS = [KIND[kind].colour for kind in ("F", "BW", "W", "O", "B", "R")]
 _DASHES: list[tuple[float, tuple[float, ...]]] = [(0, ()), (0, (5, 2)), (0, (1.5, 1.5))]
 
 

@@ -18,7 +18,8 @@ import torch
 from optpipe.compile import Action, Program, compile_schedule
 from optpipe.compile.memory import PlannedMemory, planned_memory
 from optpipe.compile.program import SENDS, message_of
-from optpipe.ops import KINDS, Op
+from optpipe.kinds import INSIDE, KINDS, PLAIN_BACKWARD
+from optpipe.ops import Op
 from optpipe.profile.measured import Measured
 from optpipe.profile.ops import Key, Spread, spread_of, stopwatch_for, timed_kind
 from optpipe.profile.subject import Chain
@@ -149,8 +150,8 @@ def _predicted_us(measured: Measured, program: Program, action: Op) -> float | N
         figures = measured.stages[action.stage]
         times = figures.slicings[-1].times[q] if figures.slicings else figures.times
         mode = program.modes.get((action.stage, action.microbatch))
-        if action.kind in ("CB", "CBW"):  # a recomputation within a backward
-            return times[timed_kind("C", mode)].median_us + times[action.kind[1:]].median_us
+        if action.kind in INSIDE:  # a recomputation within a backward
+            return times[timed_kind("C", mode)].median_us + times[PLAIN_BACKWARD[action.kind]].median_us
         return times[timed_kind(action.kind, mode)].median_us
     if action.kind in SENDS:
         transfers = measured.slice_transfers[q] if measured.slice_transfers else measured.transfers

@@ -14,23 +14,20 @@ from typing import Any
 
 from optpipe.compile import compile_schedule
 from optpipe.compile.memory import ReplicaMemory, planned_peaks_bytes
-from optpipe.costs import BACKWARD_OF
 from optpipe.errors import InputError, Issue
+from optpipe.kinds import BACKWARDS, COPIES, KINDS, LAST_BACKWARDS, PLAIN_BACKWARD, ROWS, covering
 from optpipe.mode_names import IN_LOW_PRECISION, WITH_OFFLOAD, without_offload
-from optpipe.ops import KINDS, Op
+from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.stage import OFFLOAD
 from optpipe.trace.record import Held, RankRecord, RecordedStage, Timed
 
-_BEGIN = {"B", "BW", "CB", "CBW"}
-_ADD = {"BW", "CBW", "W"}
-
-FIRST_BEFORE = {"F": {"F"}, "B": _BEGIN, "CB": _BEGIN, "BW": _BEGIN | _ADD, "CBW": _BEGIN | _ADD, "W": _ADD}
+FIRST_BEFORE = {row.name: {kind for duty in row.duties if duty != "C" for kind in covering(duty)} for row in ROWS}
 """Kinds of ops of a stage before which an op is its first: F may gather parameters then, backwards make gradients."""
 
 
-COPYING = ("O", "RELEASE", "PREPARE", "R")
+COPYING = (*COPIES, "RELEASE", "PREPARE")
 """Kinds of actions that depend on what a mode lets leave."""
 
 
@@ -276,14 +273,16 @@ def _costs(record: RankRecord, number: int, messages: Mapping[int, int]) -> Reco
         first = kind not in begun and begun.isdisjoint(FIRST_BEFORE.get(kind, {kind}))
         begun.add(kind)
         if kind in ("REDUCE", "REDUCE_PART"):
-            begun -= _BEGIN | _ADD  # the next ones allocate gradients anew
+            begun -= {*BACKWARDS, *LAST_BACKWARDS}  # the next ones allocate gradients anew
         # A message is the device's before the op that uses it and after the op that makes it; else it is the op's.
-        arrived, leaving = (used, made) if kind == "F" else (made, used) if kind in _BEGIN else (0, 0)
+        arrived, leaving = (used, made) if kind == "F" else (made, used) if kind in BACKWARDS else (0, 0)
         if record.runtime == "torch":
             arrived = leaving = 0  # its buffers are there throughout
         change = row.after_bytes - row.before_bytes + arrived - leaving
         held.add(named(row.key), change, first=first)
-        beyond = max(change, 0) if kind in ("F", "C") else stage.gradient_bytes if first and kind in _ADD else 0
+        beyond = (
+            max(change, 0) if kind in ("F", "C") else stage.gradient_bytes if first and kind in LAST_BACKWARDS else 0
+        )
         work.add(named(row.key), max(row.peak_bytes - row.before_bytes + arrived - beyond, 0), first=first)
     # Where all microbatches were recomputed, what one leaves in F and what C (or at most CB, CBW) makes of it.
     forwards = [f"F {name}" for name in {without_offload(name) for name in stage.modes} if held.of(f"F {name}")]
@@ -328,7 +327,7 @@ def _costs(record: RankRecord, number: int, messages: Mapping[int, int]) -> Reco
 
 def _whole_bytes(held: _Samples, work: _Samples, mode: str) -> int:
     """Bytes of an activation in a mode that recomputes: those kept, and those made anew."""
-    inside = [size for kind in BACKWARD_OF for size in work.of(f"{kind} {mode}")]
+    inside = [size for kind in PLAIN_BACKWARD for size in work.of(f"{kind} {mode}")]
     again = held.median(f"C {mode}") if held.of(f"C {mode}") else round(max(inside, default=0))
     return held.median(f"F {mode}") + again
 
@@ -363,7 +362,7 @@ def _mode(
     kept = max(held.median(f"F {again}"), 0)
     recompute_us = times.get(f"C {again}")
     if recompute_us is None:
-        inside_us = [(times.get(f"{kind} {again}"), times.get(plain)) for kind, plain in BACKWARD_OF.items()]
+        inside_us = [(times.get(f"{kind} {again}"), times.get(plain)) for kind, plain in PLAIN_BACKWARD.items()]
         longer_us = [whole - part for whole, part in inside_us if whole is not None and part is not None]
         recompute_us = max(round(median(longer_us), 1), 0.0) if longer_us else None
     if kept >= activation or recompute_us is None:
@@ -378,7 +377,9 @@ def _mode(
         "forward_workspace_bytes": max(most(f"F {again}") - most("F"), 0),
         "workspace_bytes": most(f"C {again}"),
     }
-    inside = [most(f"{c} {again}") - most(b) for c, b in BACKWARD_OF.items() if work.of(f"{c} {again}") and work.of(b)]
+    inside = [
+        most(f"{c} {again}") - most(b) for c, b in PLAIN_BACKWARD.items() if work.of(f"{c} {again}") and work.of(b)
+    ]
     if inside:
         entry["segment_bytes"] = max(*inside, 0)
     if not name.endswith(WITH_OFFLOAD):
@@ -464,7 +465,7 @@ def _transfers(records: Sequence[RankRecord]) -> list[tuple[float | None, float 
                 if ends[0] is None or ends[1] is None:
                     continue
                 forward += _waited(ends[0], b, ends[1], b + 1, ("F",))
-                backward += _waited(ends[1], b + 1, ends[0], b, tuple(_BEGIN))
+                backward += _waited(ends[1], b + 1, ends[0], b, BACKWARDS)
         boundaries.append((_median(forward), _median(backward)))
     return boundaries
 

@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from optpipe.compile.program import BACKWARDS, Action, Message, Program, excerpt
+from optpipe.compile.program import Action, Message, Program, excerpt
 from optpipe.errors import RunFailedError, TrainingError
+from optpipe.kinds import BACKWARDS, covering
 from optpipe.mode_names import IN_LOW_PRECISION
 from optpipe.runtime.activations import HostSlabs
 from optpipe.runtime.channel import Channel, Direction, TreeReceipt, open_channel
@@ -119,7 +120,7 @@ class ActionBinder:
         self._last_stage = len(parts.program.placement) - 1
         self._slots: dict[Message, MessageSlot] = {}
         actions = parts.program.devices[parts.device]
-        self._fused = {(action.stage, action.microbatch) for action in actions if action.kind in ("BW", "CBW")}
+        self._fused = {(action.stage, action.microbatch) for action in actions if action.kind in covering("B", "W")}
         self._work: Mapping[str, Callable[[Action], Work]] = {
             "F": self._forward,
             "B": lambda action: self._backward(action, self._stage(action).backward_input),

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from optpipe.costs import BACKWARD_OF
 from optpipe.errors import RunFailedError, TrainingError
+from optpipe.kinds import PLAIN_BACKWARD
 from optpipe.mode_names import IN_LOW_PRECISION, without_offload
 from optpipe.problem import Problem
 from optpipe.runtime.activations import HostSlab
@@ -231,7 +231,7 @@ def _measured_again(
             offload_bytes=offloads[n],
             forward_workspace_bytes=max(forwards[n].work - own.workspace_bytes["F"], 0),
             workspace_bytes=max(recomputations[n] - (own.activation_bytes - forwards[n].held), 0),
-            segment_bytes=max([*(peaks[k][n] - own.workspace_bytes[BACKWARD_OF[k]] for k in peaks), 0]),
+            segment_bytes=max([*(peaks[k][n] - own.workspace_bytes[PLAIN_BACKWARD[k]] for k in peaks), 0]),
         )
         for n, own in enumerate(sizes)
     ]

@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from optpipe.errors import TrainingError
+from optpipe.kinds import HALVES
 from optpipe.mode_names import EXAMPLES, parse_recomputed, without_offload
 from optpipe.runtime.activations import ActivationStore, HostSlab, storage_key
 from optpipe.runtime.loss import Loss, LossTerms, total_loss
@@ -695,7 +696,7 @@ def _check_gradient(loss: Tensor, output: Tree) -> None:
 def check_splits(number: int, module: nn.Module, kinds: Collection[str]) -> None:
     """Raise TrainingError if a stage's ops of these kinds cannot run: B and W are one where its module is compiled."""
     compiled = compiled_part(module)
-    if compiled is not None and not {"B", "CB", "W"}.isdisjoint(kinds):
+    if compiled is not None and not {*HALVES}.isdisjoint(kinds):
         raise TrainingError(f"stages[{number}]: {_cannot_split(compiled)}")
 
 

@@ -25,7 +25,8 @@ import numpy as np
 from optpipe.compile.events import Rules
 from optpipe.compile.program import COLLECTIVES, RECEIVES, Message, message_of
 from optpipe.errors import DeadlockError, OrderError
-from optpipe.ops import KINDS, Op
+from optpipe.kinds import KINDS
+from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.trace.document import Trace

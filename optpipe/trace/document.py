@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from optpipe.compile.program import BACKWARDS, SENDS, matching_receive
+from optpipe.compile.program import SENDS, matching_receive
 from optpipe.display import Displayed
 from optpipe.document import Document, read_document
 from optpipe.fields import Bytes, Index, Instant, TimeUs, reject
+from optpipe.kinds import BACKWARDS, KINDS, covering
 from optpipe.memory import Curve, memory_curve
-from optpipe.ops import KINDS, Op
+from optpipe.ops import Op
 from optpipe.schedule import Schedule
 
 MAX_TRACE_BYTES = 512 * 2**20
@@ -189,7 +190,7 @@ class Trace(Displayed, Document):
 
     def _user(self, send: MeasuredAction) -> MeasuredAction | None:
         kind, stage, microbatch = matching_receive(send.key)
-        kinds = ("F",) if kind == "RECV_F" else BACKWARDS
+        kinds = covering("F") if kind == "RECV_F" else BACKWARDS
         users = (self.ops.get(Op(kind, stage, microbatch)) for kind in kinds)
         return next((action for action in users if action), None)
 

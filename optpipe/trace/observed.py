@@ -25,7 +25,8 @@ from optpipe.compile import compile_schedule
 from optpipe.document import read_bounded, refuse_kind
 from optpipe.document_kinds import CHROME_TRACE, kind_of_data, kind_of_text
 from optpipe.errors import InputError, Issue
-from optpipe.ops import STREAMS, DeviceOrders, Op, OpArray, Orders
+from optpipe.kinds import KIND_OF_TORCH, STREAMS
+from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import PlannedOps, Schedule, named_modes
 from optpipe.simulate import simulate
@@ -44,7 +45,6 @@ PIPELINE_GROUP = re.compile(r"^(mesh_)?pp$|^PIPELINE_MODEL_PARALLEL_GROUP$")
 """Names of the pipeline's process group: of a device mesh, and of Megatron-LM."""
 UNREADABLE = (OSError, EOFError, zlib.error, RecursionError, OverflowError)
 """Errors of damaged compression, of JSON that nests too deeply, and of integers that no float holds."""
-KIND_OF_TORCH = {"F": "F", "I": "B", "W": "W", "B": "BW"}
 
 
 def observed_schedule(problem: Problem, orders: Orders, method: str) -> Schedule:

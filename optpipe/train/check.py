@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.compile.memory import PlannedMemory, planned_memory, planned_peaks_bytes
-from optpipe.compile.program import RECOMPUTATIONS, Program
+from optpipe.compile.program import Program
 from optpipe.errors import OptPipeError, TrainingError
+from optpipe.kinds import HALVES, INSIDE, RECOMPUTATIONS
 from optpipe.mode_names import IN_LOW_PRECISION, without_offload
 from optpipe.partition import cut_in_name
 from optpipe.profile.measured import Measured
@@ -258,7 +259,7 @@ def _recomputing_modes(program: Program, stage: int) -> dict[str, set[str]]:
     for action in program.actions():
         if action.stage == stage and action.kind in RECOMPUTATIONS:
             name = without_offload(program.modes[stage, action.microbatch])
-            modes.setdefault(name, set()).update({action.kind} - {"C"})
+            modes.setdefault(name, set()).update({action.kind} & {*INSIDE})
     return modes
 
 
@@ -267,7 +268,7 @@ def warn_undeferred(model: Model, measured: Measured | None) -> None:
 
     Called by all processes together. Measures the stages on a microbatch unless they were `measured` before.
     """
-    splits = {s: not model.program.kinds_of(s).isdisjoint(("B", "W")) for s in range(len(model.program.placement))}
+    splits = {s: not model.program.kinds_of(s).isdisjoint(HALVES) for s in range(len(model.program.placement))}
     if measured is not None:
         layers = [layer for stage in measured.stages for layer in stage.undeferred]
     else:

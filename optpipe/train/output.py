@@ -24,6 +24,7 @@ import torch
 
 from optpipe.compile.program import Action
 from optpipe.errors import needs_extra
+from optpipe.kinds import KIND
 from optpipe.profile.subject import Named
 from optpipe.runtime.recorder import Recorder
 from optpipe.train.callback import Callback
@@ -436,10 +437,6 @@ class StepProfiler(Callback):
         profiler.export_chrome_trace(str(self._folder / f"rank-{self._model.launch.rank}.json"))
 
 
-TORCH_KINDS = {"F": "F", "B": "I", "W": "W", "BW": "B"}
-"""Letters of computations in torch's schedule classes, where I is the gradient of the input alone."""
-
-
 class _ProfilerRanges:
     """Recorder that names each action to the profiler."""
 
@@ -447,7 +444,7 @@ class _ProfilerRanges:
         self._range: torch.profiler.record_function | None = None
 
     def begin(self, _device: int, action: Action, _stream: torch.Stream | None = None, /) -> None:
-        letter = TORCH_KINDS.get(action.kind)
+        letter = KIND[action.kind].torch if action.kind in KIND else None
         name = f"PP:{action.stage}{letter}{action.microbatch}" if letter else str(action)
         self._range = torch.profiler.record_function(name)
         self._range.__enter__()  # type: ignore[no-untyped-call]

@@ -13,15 +13,16 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from optpipe.files import write_atomically
+from optpipe.kinds import KIND
 from optpipe.plot.figure import AxesGrid, encode, format_of, settings, style
-from optpipe.plot.style import BUDGET, FAINT_INK, OP_LOOKS
+from optpipe.plot.style import BUDGET, FAINT_INK
 from optpipe.train.result import RunFacts, StepReport, TrainingCallback
 from optpipe.units import time_text, time_unit
 
 HEIGHT_INCHES = 2.2
 SWAPS = ("swapped", "back")
-SWAP_COLOUR, ROLL_BACK_COLOUR = OP_LOOKS["W"].colour, BUDGET
-LOSS_COLOUR, SPEED_COLOUR, TIME_COLOUR = (OP_LOOKS[kind].colour for kind in ("F", "BW", "O"))
+SWAP_COLOUR, ROLL_BACK_COLOUR = KIND["W"].colour, BUDGET
+LOSS_COLOUR, SPEED_COLOUR, TIME_COLOUR = (KIND[kind].colour for kind in ("F", "BW", "O"))
 MANY_STEPS = 50
 """From this many steps on, single steps are a thin line and a running median is the strong one."""
 WINDOWS = 40

@@ -20,7 +20,8 @@ import numpy as np
 
 from optpipe import errors
 from optpipe.errors import Issue, OptPipeError
-from optpipe.ops import STREAMS, DeviceOrders, OpArray, Orders, WaitArray
+from optpipe.kinds import STREAMS
+from optpipe.ops import DeviceOrders, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from solver.limits import Limits
 from solver.process.start import child_environment, module_command

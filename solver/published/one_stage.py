@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from optpipe.ops import KINDS, OpArray, Orders
+from optpipe.kinds import KINDS
+from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
 from solver.published.passes import in_turn, require_one_stage_a_device
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from optpipe.errors import MethodError
-from optpipe.ops import KINDS, OpArray
+from optpipe.kinds import KINDS
+from optpipe.ops import OpArray
 from optpipe.problem import Problem
 
 

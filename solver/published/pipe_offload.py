@@ -17,7 +17,8 @@ from math import ceil, gcd, inf
 import numpy as np
 
 from optpipe.errors import MethodError
-from optpipe.ops import KINDS, Ints, OpArray, Orders
+from optpipe.kinds import KINDS
+from optpipe.ops import Ints, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import over_budget, peak_budgets

@@ -19,8 +19,9 @@ from math import inf
 
 import numpy as np
 
-from optpipe.costs import WITHOUT_MODES, device_effect, effect_table
-from optpipe.ops import KINDS, DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
+from optpipe.costs import device_effect, effect_table
+from optpipe.kinds import KINDS, WITHOUT_MODES
+from optpipe.ops import DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.published.transfer_kernel import (

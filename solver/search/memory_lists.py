@@ -23,7 +23,8 @@ import numpy as np
 from numba import njit
 
 from optpipe.costs import device_effect
-from optpipe.ops import KINDS, Bools, DeviceOrders, Floats, Ints, OpArray, Orders, WaitArray
+from optpipe.kinds import KINDS
+from optpipe.ops import Bools, DeviceOrders, Floats, Ints, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.stage import Mode, Stage
 from solver.timeline import NO_LIMIT, NONE, B, F, W

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe.ops import KINDS, Op, OpArray, Orders, is_op_name
+from optpipe.kinds import KINDS
+from optpipe.ops import Op, OpArray, Orders, is_op_name
 
 OPS = [Op("F", 0, 0), Op("BW", 3, 1), Op("O", 2, 7), Op("R", 2, 7)]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from matplotlib.colors import to_rgb
 
-from optpipe.plot.style import OP_LOOKS, Rgb, ink_on, op_colour
+from optpipe.kinds import KIND
+from optpipe.plot.style import Rgb, ink_on, op_colour
 from optpipe.units import bytes_text, count_text, memory_unit, percent_text, share_text, time_text, time_unit, us_text
 
 
@@ -66,7 +67,7 @@ def test_exact_shares_have_two_decimals() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", OP_LOOKS)
+@pytest.mark.parametrize("kind", KIND)
 @pytest.mark.parametrize("rank", range(5))
 def test_numbers_contrast_with_their_box(kind: str, rank: int) -> None:
     colour = op_colour(kind, rank, 5)

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from optpipe.costs import COPIES
-from optpipe.ops import KINDS, Op
+from optpipe.kinds import COPIES, HALVES, KINDS
+from optpipe.ops import Op
 from optpipe.problem import Floats, Problem
 from optpipe.profile.measured import Gather, Measured
 from optpipe.profile.ops import Spread, spread_of, timed_kind
@@ -349,7 +349,7 @@ class ResolveCallback(Callback):
             self._setting, self._stale = self._setting.reserving(excess), True
             return {"kind": "kept", "text": f"{found.method} would take {max(excess):,} bytes too many for messages"}
         for s, stage in enumerate(self._measured.stages):
-            if not stage.splits and any(op.kind in ("B", "W") and op.stage == s for op in found.orders.ops()):
+            if not stage.splits and any(op.kind in HALVES and op.stage == s for op in found.orders.ops()):
                 text = f"training goes on as it is: {found.method} has B and W apart, but stages[{s}] is compiled"
                 return {"kind": "kept", "text": text}
         choice = choose(self._problem, self._model.schedule, found, self._config.least_gain)

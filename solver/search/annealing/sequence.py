@@ -33,8 +33,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.costs import device_effect, duration_us
-from optpipe.ops import KINDS as ORDER_KINDS
-from optpipe.ops import STREAM_OF_KIND, STREAMS, DeviceOrders, Floats, Ints, Op, OpArray, Orders
+from optpipe.kinds import KINDS as ORDER_KINDS
+from optpipe.kinds import STREAM_OF_KIND, STREAMS
+from optpipe.ops import DeviceOrders, Floats, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation

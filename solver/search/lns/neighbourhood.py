@@ -15,7 +15,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.ops import STREAMS, Ints, Op, Orders
+from optpipe.kinds import STREAMS
+from optpipe.ops import Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
 from optpipe.stage import OFFLOAD, Mode, Stage

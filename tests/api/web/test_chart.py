@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from instances import uniform
-from optpipe.plot.style import OP_LOOKS
+from optpipe.kinds import KIND
 from optpipe.problem import Problem
 from solver.build import build_schedule
 from tests.api.web.jobs import posted
@@ -330,7 +330,7 @@ def test_activation_modes_are_drawn_and_named(page: Page, service_url: str, key:
     for text in ("C recompute ahead", "CB recompute and backward input", "CBW recompute and backward, fused"):
         expect(legend).to_contain_text(text)
     swatch = page.locator(".swatch-op-c").evaluate("swatch => getComputedStyle(swatch).backgroundColor")
-    assert swatch == f"rgb{tuple(round(255 * share) for share in to_rgb(OP_LOOKS['C'].colour))}"
+    assert swatch == f"rgb{tuple(round(255 * share) for share in to_rgb(KIND['C'].colour))}"
     page.get_by_label("Find an op").fill("F0.1")
     page.keyboard.press("Enter")
     expect(page.locator("[data-part=tooltip]")).to_contain_text("activationfull")

@@ -14,9 +14,10 @@ from playwright.sync_api import Browser, Page
 
 from instances import instance, uniform
 from optpipe import units
+from optpipe.kinds import KIND
 from optpipe.memory import planned_memory
 from optpipe.ops import DeviceOrders, Op, Orders
-from optpipe.plot.style import LIGHTEST, OP_LOOKS, ink_on, op_colour
+from optpipe.plot.style import LIGHTEST, ink_on, op_colour
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
@@ -165,8 +166,8 @@ def _values(typed_array: object) -> list[float]:
 
 
 def test_colours(anywhere: Page) -> None:
-    theme = {"kinds": {kind: to_rgb(look.colour) for kind, look in OP_LOOKS.items()}, "lightest": LIGHTEST}
-    for kind in OP_LOOKS:
+    theme = {"kinds": {kind: to_rgb(look.colour) for kind, look in KIND.items()}, "lightest": LIGHTEST}
+    for kind in KIND:
         for stages in (1, 2, 5):
             for rank in range(stages):
                 expected = op_colour(kind, rank, stages)

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from api.web import PAGE_HEADERS, is_page_path
-from optpipe.plot.style import BUDGET, OP_LOOKS
+from optpipe.kinds import KIND
+from optpipe.plot.style import BUDGET
 
 MARKUP_THAT_ACTS = re.compile(r"<style|\son\w+\s*=|\sstyle\s*=|javascript:|<script(?![^>]*\ssrc=)", re.IGNORECASE)
 
@@ -44,7 +45,7 @@ def test_the_colours_are_those_of_the_pictures(service_url: str, document: httpx
     found = re.search(r"\"(/static/[^\"]+/palette\.css)\"", document.text)
     assert found
     palette = httpx.get(service_url + found[1]).text
-    for kind, look in OP_LOOKS.items():
+    for kind, look in KIND.items():
         assert f"--plot-op-{kind.lower()}: {look.colour};" in palette
     assert f"--plot-budget: {BUDGET};" in palette
 

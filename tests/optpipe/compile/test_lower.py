@@ -15,7 +15,8 @@ from optpipe.compile import Program, check_program, compile_forward, compile_sch
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.compile.program import RECEIVES, SENDS
 from optpipe.errors import BudgetError, DeadlockError, OrderError
-from optpipe.ops import KINDS, Op
+from optpipe.kinds import KINDS
+from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.build import build_schedule

@@ -17,7 +17,8 @@ from instances.schedules import Moved, one_f_one_b, v_wave
 from optpipe.compile import Program, compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.compile.program import RECEIVES
-from optpipe.ops import KINDS, Op, Orders
+from optpipe.kinds import KINDS
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.worst_case_memory import worst_case_peak_bytes

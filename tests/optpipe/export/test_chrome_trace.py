@@ -10,7 +10,7 @@ import pytest
 from instances import uniform
 from optpipe.document import parse_json
 from optpipe.export.chrome_trace import chrome_trace
-from optpipe.ops import STREAMS
+from optpipe.kinds import STREAMS
 from optpipe.schedule import Schedule
 from solver.solve import solve
 from tests.optpipe.plot.schedules import all_forwards_first, pair

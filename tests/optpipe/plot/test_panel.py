@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.collections import PolyCollection
 
+from optpipe.kinds import KIND
 from optpipe.ops import Op
 from optpipe.plot.figure import settings
 from optpipe.plot.gantt import MARGINS
@@ -20,7 +21,7 @@ from optpipe.plot.panel import (
     memory_entries,
     op_entries,
 )
-from optpipe.plot.style import OP_LOOKS, op_colour
+from optpipe.plot.style import op_colour
 from optpipe.units import time_unit
 
 
@@ -43,10 +44,10 @@ def test_a_box_too_narrow_to_be_seen_is_a_line_of_its_colour() -> None:
 def test_every_entry_at_once_fits_on_one_row() -> None:
     with settings():
         panel = Panel.of(NARROWEST_INCHES, 2.0, MARGINS, 0.0, 100.0, time_unit(100.0))
-        draw_legend(panel, op_entries(OP_LOOKS, 6) + memory_entries(budgets=True))
+        draw_legend(panel, op_entries(KIND, 6) + memory_entries(budgets=True))
         panel.figure.draw_without_rendering()
         legend = panel.axes.get_legend()
         assert legend is not None
         texts = legend.get_texts()
-        assert len(texts) == len(OP_LOOKS) + 4
+        assert len(texts) == len(KIND) + 4
         assert max(text.get_window_extent().x1 for text in texts) < panel.figure.bbox.x1

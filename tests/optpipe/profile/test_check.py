@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from optpipe.compile import compile_schedule
-from optpipe.ops import KINDS
+from optpipe.kinds import KINDS
 from optpipe.profile.check import STEPS, check_prediction, serial_us
 from optpipe.profile.measured import Measured
 from solver.solve import solve

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from optpipe.compile.program import RECOMPUTATIONS
+from optpipe.kinds import RECOMPUTATIONS
 from optpipe.runtime import MemoryMeter, Stage
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, rebuild, tensors

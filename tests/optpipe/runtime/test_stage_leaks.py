@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from optpipe.compile.program import RECOMPUTATIONS
+from optpipe.kinds import RECOMPUTATIONS
 from optpipe.runtime import MemoryMeter, Stage
 from optpipe.runtime.activations import HostSlab
 from tests.optpipe.runtime.stages import RECOMPUTED, WAYS, backward_of, play_between
