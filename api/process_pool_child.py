@@ -1,7 +1,7 @@
 """Child of the process pool: reads tasks from stdin, writes answers to stdout.
 
 A task is one line of JSON and as many bytes as it names; so is an answer. The first answer belongs to no task: it means
-that all modules are loaded. Started by `api.process_pool.HeavyProcess` as
+that the process is ready. Started by `api.process_pool.HeavyProcess` as
 ``python -m api.process_pool_child PARENT_PID``.
 """
 
@@ -28,8 +28,7 @@ from api.models import (
     read_submission,
 )
 from optpipe.errors import InputError, OptPipeError
-from optpipe.export.chrome_trace import chrome_trace
-from optpipe.export.torch_csv import torch_csv
+from optpipe.export import EXPORTERS
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
 from solver.cache import canonical_form, rebuild_schedule, text_digest
@@ -94,21 +93,10 @@ def compare(body: bytes, caps: Mapping[str, Any], schedules: bool) -> bytes:
     return _json(comparison(problem, schedules))
 
 
-def to_torch_csv(body: bytes, drop_offload: bool) -> bytes:
-    """A schedule for torch's runtime."""
-    return torch_csv(Schedule.from_json(body), drop_offload=drop_offload).encode()
-
-
-def to_chrome_trace(body: bytes) -> bytes:
-    """A schedule for trace viewers."""
-    return _json(chrome_trace(Schedule.from_json(body)))
-
-
-def to_picture(body: bytes, picture_format: str) -> bytes:
-    """A schedule as a Gantt chart."""
-    from optpipe.plot import render_schedule  # slow to load, and not every process draws
-
-    return render_schedule(Schedule.from_json(body), picture_format)
+def export(body: bytes, exporter: str, **options: Any) -> bytes:
+    """A schedule in the format of another tool."""
+    content = EXPORTERS[exporter].export(Schedule.from_json(body), **options).content
+    return content if isinstance(content, bytes) else content.encode()
 
 
 def _json(document: Any) -> bytes:
@@ -124,9 +112,7 @@ TASKS: Mapping[str, Callable[..., bytes]] = {
         build_equal,
         analyze,
         compare,
-        to_torch_csv,
-        to_chrome_trace,
-        to_picture,
+        export,
     )
 }
 

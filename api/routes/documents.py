@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import UUID
 
 from fastapi import APIRouter, Header, Query, Response
@@ -13,35 +13,35 @@ from api.jobs.records import BestRevision, BestSchedule
 from api.middleware import Owner
 from api.openapi import errors, headers
 from api.service import Service, TheService
+from optpipe.export import EXPORTERS
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
-Format = Literal["optpipe.schedule/1", "torch-csv", "chrome-trace", "svg", "png"]
+DOCUMENT = "optpipe.schedule/1"
+"""The format of the stored document."""
+
+_SERVED = {name: one for name, one in EXPORTERS.items() if one.media_type}
+
+if TYPE_CHECKING:
+    Format = str
+else:
+    Format = Literal[DOCUMENT, *_SERVED]
+"""The document and the formats of other tools."""
+
+_BY_MEDIA_TYPE = {one.media_type: name for name, one in _SERVED.items()} | dict.fromkeys(
+    ("application/json", "*/*"), DOCUMENT
+)
 
 
-class _Form(NamedTuple):
-    """A format: media type, file ending and the task that converts to it (none: sent as stored)."""
+def _content_of(media_type: str) -> dict[str, Any]:
+    """The answers of a media type, as OpenAPI describes them."""
+    if media_type == "application/json":
+        return {"schema": {"anyOf": [{"$ref": "#/components/schemas/Schedule"}, {"type": "object"}]}}
+    is_text = media_type.startswith("text/") or media_type.endswith("+xml")
+    return {"schema": {"type": "string"} | ({} if is_text else {"contentMediaType": media_type})}
 
-    media_type: str
-    ending: str
-    task: str = ""
-    options: dict[str, Any] = {}
 
-
-_FORMATS: dict[Format, _Form] = {
-    "optpipe.schedule/1": _Form("application/json", "json"),
-    "torch-csv": _Form("text/csv", "csv", "to_torch_csv"),
-    "chrome-trace": _Form("application/json", "trace.json", "to_chrome_trace"),
-    "svg": _Form("image/svg+xml", "svg", "to_picture", {"picture_format": "svg"}),
-    "png": _Form("image/png", "png", "to_picture", {"picture_format": "png"}),
-}
-
-CONTENT = {
-    "application/json": {"schema": {"anyOf": [{"$ref": "#/components/schemas/Schedule"}, {"type": "object"}]}},
-    "text/csv": {"schema": {"type": "string"}},
-    "image/svg+xml": {"schema": {"type": "string"}},
-    "image/png": {"schema": {"type": "string", "contentMediaType": "image/png"}},
-}
+CONTENT = {one.media_type: _content_of(one.media_type) for one in _SERVED.values()}
 
 
 @router.get(
@@ -57,12 +57,12 @@ async def best_schedule(
     service: TheService,
     owner: Owner,
     job_id: UUID,
-    format: Annotated[Format, Query()] = "optpipe.schedule/1",
+    format: Annotated[Format, Query()] = DOCUMENT,
     drop_offload: Annotated[bool, Query(description="torch-csv: leave out what torch cannot run.")] = False,
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """The best schedule so far, verified. The ETag changes whenever a better one is found."""
-    if drop_offload and format != "torch-csv":
+    if drop_offload and (format == DOCUMENT or "drop_offload" not in _SERVED[format].options):
         raise unprocessable(
             "nothing_to_drop", f"drop_offload is given with {format}, which keeps offloads. Maybe leave it out."
         )
@@ -78,7 +78,7 @@ async def best_schedule(
 
 def _tag(revision: BestRevision, format: Format, drop_offload: bool) -> str:
     """The entity tag of a schedule in a format."""
-    parts = [f"{revision.revision}-{revision.bound_us!r}", _FORMATS[format].ending]
+    parts = [f"{revision.revision}-{revision.bound_us!r}", format]
     parts += ["final"] * revision.final + ["dropped"] * drop_offload
     return f'W/"{"-".join(parts)}"'
 
@@ -107,13 +107,14 @@ async def schedule_response(
     service: Service, owner: UUID | None, job_id: UUID, best: BestSchedule, format: Format, drop_offload: bool = False
 ) -> Response:
     """A schedule in a format, made in a process of the pool where it is not the stored document. Raises HttpError."""
-    form = _FORMATS[format]
     content: str | bytes = best.text
-    if form.task:
-        options = form.options | ({"drop_offload": drop_offload} if format == "torch-csv" else {})
-        content = await service.pool.run(form.task, best.text.encode(), owner, **options)
-    named = {"Content-Disposition": f'inline; filename="schedule-{job_id}.{form.ending}"'}
-    return Response(content, headers=named, media_type=form.media_type)
+    ending, media_type = "json", "application/json"
+    if format != DOCUMENT:
+        ending, media_type = _SERVED[format].ending, _SERVED[format].media_type
+        options = {"drop_offload": True} if drop_offload else {}
+        content = await service.pool.run("export", best.text.encode(), owner, exporter=format, **options)
+    named = {"Content-Disposition": f'inline; filename="schedule-{job_id}.{ending}"'}
+    return Response(content, headers=named, media_type=media_type)
 
 
 def is_known(tag: str, if_none_match: str) -> bool:
@@ -131,7 +132,7 @@ def validated_by(tag: str) -> dict[str, str]:
 
 def format_for(accept: str) -> Format:
     """The format whose media type an `Accept` header prefers; the document where it names none of them."""
-    preferred: Format = "optpipe.schedule/1"
+    preferred: Format = DOCUMENT
     highest = 0.0
     for part in accept.split(","):
         media_type, *parameters = (text.strip().lower() for text in part.split(";"))
@@ -144,13 +145,6 @@ def format_for(accept: str) -> Format:
 
 
 _WEIGHT = re.compile(r"[01](\.[0-9]{0,3})?", re.ASCII)
-_BY_MEDIA_TYPE: dict[str, Format] = {
-    "application/json": "optpipe.schedule/1",
-    "*/*": "optpipe.schedule/1",
-    "text/csv": "torch-csv",
-    "image/svg+xml": "svg",
-    "image/png": "png",
-}
 
 
 @router.get(

@@ -12,6 +12,7 @@ from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from optpipe.export import EXPORTERS
 from optpipe.kinds import ROWS
 from optpipe.plot.style import BUDGET, FAINT_INK, GRID, IDLE, INK, LIGHTEST, MEMORY_EDGE, MEMORY_FILL
 from solver.methods import METHODS
@@ -62,7 +63,10 @@ def mount_page(app: FastAPI) -> None:
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     modules = sorted(path for path in sources if path.endswith(".js"))
-    page = environment.get_template("index.html").render(folder=folder, modules=modules, methods=METHODS.values())
+    formats = [one for one in EXPORTERS.values() if one.media_type]
+    page = environment.get_template("index.html").render(
+        folder=folder, modules=modules, methods=METHODS.values(), formats=formats
+    )
     palette = environment.get_template("palette.css").render(colours=_palette())
     files = sources | {"palette.css": palette.encode()}
 

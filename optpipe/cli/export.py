@@ -2,130 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from optpipe.cli.console import AsJson, compile_once, doing_long, print_json, stderr, stdout, table
 from optpipe.cli.documents import ProblemOfCsv, load_schedule, load_schedule_or
 from optpipe.errors import InputError, Issue
+from optpipe.export import EXPORTERS, Exported, exporter
 from optpipe.files import check_writable, write_atomically
 from optpipe.mode_names import FULL
 from optpipe.stage import OFFLOAD
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
+    from optpipe.document import Document
+    from optpipe.problem import Problem
     from optpipe.schedule import Schedule
     from solver.trainer_settings import Setting, Trainer
 
 
-class Format(StrEnum):
-    """Export formats."""
-
-    CHROME_TRACE = "chrome-trace"
-    TORCH_CSV = "torch-csv"
-    MEGATRON = "megatron"
-    TORCHTITAN = "torchtitan"
-    LP = "lp"
-    MPS = "mps"
-    SCHEDULE = "schedule"
-    PROBLEM = "problem"
-
-
-def command(
-    document: Annotated[
-        Path,
-        typer.Argument(
-            help="A schedule (optpipe.schedule/1) or a schedule CSV of torch; for chrome-trace also a measured step "
-            "(optpipe.trace/1), for lp and mps also a problem (optpipe.problem/1).",
-            metavar="FILE.json",
-        ),
-    ],
-    to: Annotated[
-        Format,
-        typer.Option(
-            "--to",
-            help="chrome-trace: for Perfetto and chrome://tracing. "
-            "torch-csv: for torch's own pipelining runtime, torchtitan and NeMo AutoModel. "
-            "megatron, torchtitan: the settings for activations that come nearest, as flags, and what they lose. "
-            "lp, mps: the problem as a mixed-integer model, for other solvers. "
-            "schedule, problem: the program's own documents, of a schedule CSV of torch.",
-        ),
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Output file.")],
-    drop_offload: Annotated[
-        bool,
-        typer.Option(
-            "--drop-offload",
-            help="torch-csv: leave out offloads and reloads, which torch cannot run, and report the memory needed "
-            "without them.",
-        ),
-    ] = False,
-    problem: ProblemOfCsv = None,
-    as_json: AsJson = False,
-) -> int:
-    """Export a schedule, a measured step, or the mixed-integer model of a problem to the format of another tool."""
-    from optpipe.problem import Problem
+def _export_model(stated: Problem | Schedule, form: Literal["lp", "mps"]) -> Exported:
+    """The mixed-integer model of a problem, or of a schedule's."""
     from optpipe.schedule import Schedule
-    from optpipe.trace import Trace
+    from solver.model_export import export_model
 
-    if drop_offload and to is not Format.TORCH_CSV:
-        detail = f"is given with --to {to}, which shows offloads. Maybe leave it out."
-        raise InputError([Issue("--drop-offload", "nothing_to_drop", detail)])
-    check_writable(output)
-    result: dict[str, object] = {"output": str(output), "to": str(to)}
-    summary = f"wrote {output}"
-    if to is Format.LP or to is Format.MPS:
-        from solver.model_export import export_model
-
-        stated = load_schedule_or(Problem, document, problem)
-        compile_once()
-        with doing_long("stating the model"):
-            statement = export_model(stated.problem if isinstance(stated, Schedule) else stated)
-        write_atomically(output, statement.to_text("lp" if to is Format.LP else "mps"))
-        result |= {name: getattr(statement, name) for name in ("rows", "columns", "integer_columns", "time_unit_us")}
-        size = f"{statement.rows:,} rows, {statement.columns:,} columns"
-        summary += f": {size}, {statement.integer_columns:,} of them integer"
-    elif to is Format.CHROME_TRACE:
-        from optpipe.export.chrome_trace import chrome_trace, measured_chrome_trace
-
-        loaded = load_schedule_or(Trace, document, problem)
-        events = measured_chrome_trace(loaded) if isinstance(loaded, Trace) else chrome_trace(loaded)
-        write_atomically(output, json.dumps(events, allow_nan=False))
-    elif to is Format.MEGATRON or to is Format.TORCHTITAN:
-        trainer: Trainer = "megatron" if to is Format.MEGATRON else "torchtitan"
-        with doing_long(f"reading {document.name}"):
-            loaded = load_schedule(document, problem)
-        return _export_settings(loaded, trainer, output, as_json)
-    elif to is Format.SCHEDULE or to is Format.PROBLEM:
-        from optpipe.schedule import schedule_text
-
-        loaded = load_schedule(document, problem)
-        text = schedule_text(loaded) if to is Format.SCHEDULE else loaded.problem.to_json() + "\n"
-        write_atomically(output, text)
-    else:
-        from optpipe.export.torch_csv import checkpointed_stages, torch_csv
-
-        loaded = load_schedule(document, problem)
-        write_atomically(output, torch_csv(loaded, drop_offload=drop_offload))
-        if modes := checkpointed_stages(loaded):
-            result["checkpoint"] = [{"stage": s, "mode": mode} for s, mode in modes.items()]
-            stages = ", ".join(f"{s} ({mode})" for s, mode in modes.items())
-            summary += f"; stages to checkpoint, with their modes: {stages}"
-        if drop_offload:
-            result["devices"] = _report_memory_without_offload(loaded)
-    print_json(result) if as_json else stdout().print(summary)
-    return 0
+    compile_once()
+    with doing_long("stating the model"):
+        statement = export_model(stated.problem if isinstance(stated, Schedule) else stated)
+    sizes = {name: getattr(statement, name) for name in ("rows", "columns", "integer_columns", "time_unit_us")}
+    size = f"{statement.rows:,} rows, {statement.columns:,} columns"
+    return Exported(statement.to_text(form), sizes, f": {size}, {statement.integer_columns:,} of them integer")
 
 
-def _export_settings(schedule: Schedule, trainer: Trainer, output: Path, as_json: bool) -> int:
-    """Write the flags that come nearest to a schedule, and print what all that were tried lose against it."""
+def _export_settings(schedule: Schedule, trainer: Trainer) -> Exported:
+    """The flags that come nearest to a schedule, and what all that were tried lose against it."""
     from solver.trainer_settings import nearest_settings, pipeline_settings
 
     compile_once()
@@ -140,32 +57,25 @@ def _export_settings(schedule: Schedule, trainer: Trainer, output: Path, as_json
             "full recomputation is left out: it is set by the number of layers of a stage, and stages have different "
             "numbers, or nothing says them. Maybe add the modes 'blocks', or plan from a layer profile."
         )
-    write_atomically(output, "".join(f"{line}\n" for line in (*(f"# {line}" for line in lost), *flags)))
     bubble = schedule.bubble_with_recomputation
     peaks = [device.peak_bytes_any_timing for device in schedule.devices]
-    if as_json:
-        plan = {"value_us": schedule.value_us, "bubble": bubble, "peak_bytes": peaks}
-        settings = [asdict(one) for one in found]
-        print_json(
-            {"output": str(output), "to": trainer, "plan": plan, "flags": flags, "lost": lost, "settings": settings}
-        )
-    else:
-        columns = ("step", "against the plan", "bubble", "largest peak bytes", "beyond the budget", "flags")
-        rows = table("activations", *columns)
-        rows.columns[-1].justify, rows.columns[-1].no_wrap = "left", False
-        rows.add_row("the plan", us_text(schedule.value_us), "", share_text(bubble), f"{max(peaks):,}", "", "")
-        for one in found:
-            slower = f"{one.value_us / schedule.value_us - 1:+.1%}" if schedule.value_us else ""
-            figures = [us_text(one.value_us), slower, share_text(one.bubble), f"{max(one.peak_bytes):,}"]
-            rows.add_row(one.mode, *figures, f"{one.short_bytes:,}", " ".join(one.settings))
-        stdout().print(rows)
-        stdout().print(f"wrote {output}: {' '.join(flags)}")
-    if best.short_bytes:
-        print(
-            f"error: no setting keeps the budgets: with the nearest one a device lacks {best.short_bytes:,} bytes.",
-            file=sys.stderr,
-        )
-    return 1 if best.short_bytes else 0
+    plan = {"value_us": schedule.value_us, "bubble": bubble, "peak_bytes": peaks}
+    rows = [
+        ("activations", "step", "against the plan", "bubble", "largest peak bytes", "beyond the budget", "flags"),
+        ("the plan", us_text(schedule.value_us), "", share_text(bubble), f"{max(peaks):,}", "", ""),
+    ]
+    for one in found:
+        slower = f"{one.value_us / schedule.value_us - 1:+.1%}" if schedule.value_us else ""
+        figures = us_text(one.value_us), slower, share_text(one.bubble), f"{max(one.peak_bytes):,}"
+        rows.append((one.mode, *figures, f"{one.short_bytes:,}", " ".join(one.settings)))
+    lacks = f"no setting keeps the budgets: with the nearest one a device lacks {best.short_bytes:,} bytes."
+    return Exported(
+        "".join(f"{line}\n" for line in (*(f"# {line}" for line in lost), *flags)),
+        {"plan": plan, "flags": flags, "lost": lost, "settings": [asdict(one) for one in found]},
+        f": {' '.join(flags)}",
+        rows=rows,
+        error=lacks if best.short_bytes else "",
+    )
 
 
 def _lost(schedule: Schedule, best: Setting) -> list[str]:
@@ -185,14 +95,90 @@ def _lost(schedule: Schedule, best: Setting) -> list[str]:
     return lost
 
 
-def _report_memory_without_offload(schedule: Schedule) -> Sequence[dict[str, int | None]]:
-    """Print on stderr, and return, each device's worst-case peak without offload and its budget, in bytes."""
-    from optpipe.export.torch_csv import peak_bytes_without_offload
+def _export_document(schedule: Schedule, document: Literal["schedule", "problem"]) -> Exported:
+    """One of the program's own documents."""
+    from optpipe.schedule import schedule_text
 
-    needs = peak_bytes_without_offload(schedule)
-    budgets = [device.memory_bytes for device in schedule.problem.devices]
-    for d, (need, budget) in enumerate(zip(needs, budgets, strict=True)):
-        limit = "no limit" if budget is None else f"{budget:,} bytes"
-        over = f", {need - budget:,} too few" if budget is not None and need > budget else ""
-        stderr().print(f"device {d} needs {need:,} bytes without offload (budget: {limit}{over})")
-    return [{"peak_bytes_any_timing": n, "memory_bytes": b} for n, b in zip(needs, budgets, strict=True)]
+    return Exported(schedule_text(schedule) if document == "schedule" else schedule.problem.to_json() + "\n")
+
+
+for _trainer in ("megatron", "torchtitan"):
+    _use = "the settings for activations that come nearest, as flags, and what they lose"
+    exporter(_trainer, _use)(partial(_export_settings, trainer=_trainer))
+for _form in ("lp", "mps"):
+    _use = "the problem as a mixed-integer model, for other solvers"
+    exporter(_form, _use, document="problem")(partial(_export_model, form=_form))
+for _document in ("schedule", "problem"):
+    _use = "the program's own documents, of a schedule CSV of torch"
+    exporter(_document, _use)(partial(_export_document, document=_document))
+
+_WRITTEN = {name: one for name, one in EXPORTERS.items() if not one.picture}
+
+if TYPE_CHECKING:
+    Format = StrEnum  # type checkers know no enum that is made from data
+else:
+    Format = StrEnum("Format", [(name, name) for name in _WRITTEN])
+"""Export formats."""
+
+
+def command(
+    document: Annotated[
+        Path,
+        typer.Argument(
+            help="A schedule (optpipe.schedule/1) or a schedule CSV of torch; for chrome-trace also a measured step "
+            "(optpipe.trace/1), for lp and mps also a problem (optpipe.problem/1).",
+            metavar="FILE.json",
+        ),
+    ],
+    to: Annotated[
+        Format,
+        typer.Option(
+            "--to",
+            help=" ".join(
+                f"{', '.join(one.name for one in several)}: {use}."
+                for use, several in groupby(_WRITTEN.values(), lambda one: one.use)
+            ),
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Output file.")],
+    drop_offload: Annotated[
+        bool,
+        typer.Option(
+            "--drop-offload",
+            help="torch-csv: leave out offloads and reloads, which torch cannot run, and report the memory needed "
+            "without them.",
+        ),
+    ] = False,
+    problem: ProblemOfCsv = None,
+    as_json: AsJson = False,
+) -> int:
+    """Export a schedule, a measured step, or the mixed-integer model of a problem to the format of another tool."""
+    from optpipe.problem import Problem
+    from optpipe.trace import Trace
+
+    others: dict[str, type[Document]] = {"trace": Trace, "problem": Problem}
+    chosen = EXPORTERS[to]
+    if drop_offload and "drop_offload" not in chosen.options:
+        detail = f"is given with --to {to}, which shows offloads. Maybe leave it out."
+        raise InputError([Issue("--drop-offload", "nothing_to_drop", detail)])
+    check_writable(output)
+    with doing_long(f"reading {document.name}"):
+        other = others.get(chosen.document)
+        loaded = load_schedule_or(other, document, problem) if other else load_schedule(document, problem)
+    exported = chosen.export(loaded, **({"drop_offload": True} if drop_offload else {}))
+    write_atomically(output, exported.content)
+    for note in exported.notes:
+        stderr().print(note)
+    if as_json:
+        print_json({"output": str(output), "to": str(to), **exported.facts})
+    else:
+        if exported.rows:
+            rows = table(*exported.rows[0])
+            rows.columns[-1].justify, rows.columns[-1].no_wrap = "left", False
+            for row in exported.rows[1:]:
+                rows.add_row(*row)
+            stdout().print(rows)
+        stdout().print(f"wrote {output}{exported.summary}")
+    if exported.error:
+        print(f"error: {exported.error}", file=sys.stderr)
+    return 1 if exported.error else 0

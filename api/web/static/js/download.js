@@ -5,24 +5,17 @@ import { jobPath, request } from "./api.js";
 import { element, part } from "./elements.js";
 import { keyHeader } from "./key.js";
 
-/** Values of ``?format=`` (empty: the schedule itself) and file name endings, by the name of the button. */
-export const FORMATS = /** @type {const} */ ({
-  json: { format: "", ending: "schedule.json" },
-  "torch-csv": { format: "torch-csv", ending: "torch.csv" },
-  "chrome-trace": { format: "chrome-trace", ending: "trace.json" },
-  svg: { format: "svg", ending: "svg" },
-  png: { format: "png", ending: "png" },
-});
-
 /**
+ * Download the schedule in the format of a button: without `data-format` the document itself.
+ *
  * @param {import("./types.js").Job} job
- * @param {keyof typeof FORMATS} name
- * @param {boolean} offloads whether the schedule has offloads, which torch's own runtime does not know
+ * @param {HTMLButtonElement} button
+ * @param {boolean} offloads whether the schedule has offloads, which some formats cannot hold
  */
-export async function download(job, name, offloads) {
-  const { format, ending } = FORMATS[name];
+export async function download(job, button, offloads) {
+  const { format, ending, dropsOffload } = button.dataset;
   const query = new URLSearchParams(format && { format });
-  if (name === "torch-csv" && offloads) query.set("drop_offload", "true");
+  if (dropsOffload !== undefined && offloads) query.set("drop_offload", "true");
   await save(`${jobPath(job.id)}/schedule?${query}`, `${fileStem(job)}.${ending}`);
 }
 

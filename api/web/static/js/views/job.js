@@ -4,7 +4,7 @@ import { announce } from "../announce.js";
 import { ApiError, act, getJob, getSchedule, remove, rename } from "../api.js";
 import { drawCurve, fillImprovements, improvements } from "../curve.js";
 import { askForText, confirmed } from "../dialog.js";
-import { FORMATS, download } from "../download.js";
+import { download } from "../download.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { hasEnded, readHistory, subscribe } from "../events.js";
 import { splitTags } from "../form/config.js";
@@ -71,6 +71,7 @@ class JobView {
       tag: part(root, "tag", HTMLButtonElement),
       annotate: part(root, "annotate", HTMLButtonElement),
     };
+    this.downloads = part(root, "downloads", HTMLElement).querySelectorAll("button");
   }
 
   start() {
@@ -80,9 +81,7 @@ class JobView {
     this.buttons.rename.addEventListener("click", () => this.#rename());
     this.buttons.tag.addEventListener("click", () => this.#tag());
     this.buttons.annotate.addEventListener("click", () => this.#annotate());
-    for (const name of /** @type {(keyof typeof FORMATS)[]} */ (Object.keys(FORMATS))) {
-      part(this.root, `download-${name}`, HTMLButtonElement).addEventListener("click", () => this.#download(name));
-    }
+    for (const button of this.downloads) button.addEventListener("click", () => this.#download(button));
     part(this.root, "whole-range", HTMLInputElement).addEventListener("change", () => this.#drawCurve());
     const observer = new ResizeObserver(() => this.#drawCurve());
     observer.observe(this.curve);
@@ -289,9 +288,7 @@ class JobView {
     this.#chart.show(schedule);
     if (isFirst) this.#chart.restore(this.linked);
     this.#offloads = schedule.devices.some((plan) => plan.offload?.length);
-    const torch = part(this.root, "download-torch-csv", HTMLButtonElement);
-    torch.textContent = this.#offloads ? "Torch CSV, without offloads" : "Torch CSV";
-    torch.title = this.#offloads ? "Torch's runtime knows no offload; devices need more memory without it" : "";
+    for (const dropped of this.root.querySelectorAll("[data-part=dropped]")) dropped.toggleAttribute("hidden", !this.#offloads);
     const { bubble, whose } = bubbleRate(schedule);
     this.#setFigure("bubble", percentText(bubble));
     this.#setFigure("bubble-of", `bubble of ${whose}`);
@@ -371,11 +368,11 @@ class JobView {
     }
   }
 
-  /** @param {keyof typeof FORMATS} name */
-  async #download(name) {
+  /** @param {HTMLButtonElement} button */
+  async #download(button) {
     if (!this.#job) return;
     try {
-      await download(this.#job, name, this.#offloads);
+      await download(this.#job, button, this.#offloads);
     } catch (error) {
       this.#tell(error);
     }
