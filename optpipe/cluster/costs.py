@@ -11,10 +11,9 @@ for each element of the matrix and token, B and W as many; attention is halved w
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +67,44 @@ def work(**parts: float) -> Work:
     return result
 
 
-IDLE = Passes(work(), work(), work())
+@dataclass(frozen=True)
+class Parts:
+    """Work of the parts of a model for a microbatch, by pass.
+
+    `layers` has the shape (kinds, 3, features), `first` and `last` (3, features). `layers_before[k]` counts the layers
+    of each kind among the first k.
+    """
+
+    layers: NDArray[np.float64]
+    first: NDArray[np.float64]
+    last: NDArray[np.float64]
+    layers_before: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, costs: CostModel) -> Parts:
+        """The parts of a model under a strategy."""
+        kinds = list(dict.fromkeys(costs.model.layers))
+        first, last = costs.ends()
+        number = {layer: k for k, layer in enumerate(kinds)}
+        one_hot = np.eye(len(kinds), dtype=np.int64)[[number[layer] for layer in costs.model.layers]]
+        before = np.vstack([np.zeros((1, len(kinds)), np.int64), one_hot.cumsum(0)])
+        return cls(np.array([costs.layer(layer) for layer in kinds]), np.array(first), np.array(last), before)
+
+
+class CostModels:
+    """Cost models of many strategies of one model on one machine: those that share a layer alike share its work."""
+
+    def __init__(self, model: Model, machine: Facts, sequence: int) -> None:
+        self.model, self.machine, self.sequence = model, machine, sequence
+        self._parts: dict[tuple[object, ...], Parts] = {}
+
+    def of(self, strategy: Strategy) -> CostModel:
+        """The cost model of a strategy."""
+        costs = CostModel(self.model, self.machine, strategy, self.sequence)
+        key = strategy.share_of_layer
+        if key not in self._parts:
+            self._parts[key] = costs.parts
+        return replace(costs, known_parts=self._parts[key])
 
 
 @dataclass(frozen=True)
@@ -81,6 +117,8 @@ class CostModel:
     sequence: int
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
+    known_parts: Parts | None = field(default=None, compare=False, repr=False)
+    """`parts` of another strategy with the same share of a layer."""
 
     @property
     def tokens(self) -> float:
@@ -123,16 +161,6 @@ class CostModel:
         size = self.tokens * self.model.hidden * BF16_BYTES * (tensor - 1) / tensor
         return transfers * size / self._rate(tensor)
 
-    def stages(self) -> list[Passes]:
-        """Work of the decoder layers of each stage for a microbatch."""
-        sizes = self.strategy.layers_of_stages(self.model)
-        costs = {layer: self.layer(layer) for layer in set(self.model.layers)}
-        result = []
-        for size, end in zip(sizes, accumulate(sizes), strict=True):
-            counts = Counter(self.model.layers[end - size : end])
-            result.append(sum((costs[layer].times(count) for layer, count in counts.items()), IDLE))
-        return result
-
     def ends(self) -> tuple[Passes, Passes]:
         """Work in front of the first layer, and behind the last one: head, loss and prediction of further tokens."""
         last, predicted = self.head(), self.model.predicted_tokens
@@ -140,39 +168,43 @@ class CostModel:
             last += (self.layer(self.model.layers[-1]) + self.head()).times(predicted)
         return self.embedding(), last
 
-    def devices(self) -> list[Passes]:
-        """Work of each device of the pipeline for a microbatch."""
-        stages, p = self.stages(), self.strategy.pipeline
-        first, last = self.ends()
-        if self.strategy.vocabulary == "balanced":
-            return [(sum(stages, IDLE) + first + last).times(1 / p)] * p
-        if self.strategy.vocabulary == "ends":
-            stages[0] += first
-            stages[-1] += last
-        placed = [stages[device::p] for device in range(p)]
-        if self.strategy.schedule in V_SHAPED and self.strategy.virtual == 2:
-            placed = [[stages[device], stages[2 * p - 1 - device]] for device in range(p)]
-        devices = [sum(own, IDLE) for own in placed]
-        if self.strategy.vocabulary == "spread":
-            share = (first + last).times(1 / p)
-            return [device + share for device in devices]
-        return devices
+    @cached_property
+    def parts(self) -> Parts:
+        """Work of each kind of layer and of both ends."""
+        return self.known_parts or Parts.of(self)
+
+    def devices(self) -> NDArray[np.float64]:
+        """Work of each device of the pipeline for a microbatch, by pass: shape (p, 3, features)."""
+        one, parts, p = self.strategy, self.parts, self.strategy.pipeline
+        ends = np.cumsum((0, *one.layers_of_stages(self.model)))
+        stages = np.diff(parts.layers_before[ends], axis=0)  # layers of each kind
+        chunks = stages.reshape(one.virtual, p, -1)
+        v_shaped = one.schedule in V_SHAPED and one.virtual == 2
+        if v_shaped:
+            chunks[1] = chunks[1, ::-1].copy()
+        devices = np.tensordot(chunks.sum(0), parts.layers, 1)
+        if one.vocabulary == "balanced":
+            return np.broadcast_to((devices.sum(0) + parts.first + parts.last) / p, devices.shape)
+        if one.vocabulary == "spread":
+            return np.asarray(devices + (parts.first + parts.last) / p)
+        devices[0] += parts.first
+        devices[0 if v_shaped else -1] += parts.last
+        return np.asarray(devices)
 
     def step(self, global_batch: int, slowdowns: Work) -> Work:
         """Work of a step on its critical path: the busiest device's microbatches, warm-up and cool-down, messages,
         gradients and optimizer. `slowdowns` only say which device is the busiest."""
         one, devices = self.strategy, self.devices()
         m, p, v = one.microbatches(global_batch), one.pipeline, one.virtual
-        busiest = max(devices, key=lambda device: float(device.total @ slowdowns))
-        others = sum(devices, IDLE) + busiest.times(-1)
-        forward, backward, weight = BUBBLES.get(one.schedule, _interleaved)(v)
-        ramp = forward * others.forward + backward * others.backward_input + weight * others.backward_weight
-        result = m * busiest.total + ramp
+        totals = devices.sum(1)
+        busiest = int(np.argmax(totals @ slowdowns))
+        ramp = np.array(BUBBLES.get(one.schedule, _interleaved)(v)) @ (devices.sum(0) - devices[busiest])
+        result = m * totals[busiest] + ramp
         if p > 1:
             sent = self.tokens * self.model.hidden * BF16_BYTES / one.tensor
             apart = one.gpus // p  # ranks between neighbours of the pipeline
             result += work(pipeline=2 * (m * v + p - 1) * sent / self._rate(2 * apart))
-        return result + self.replicas(m) + work(step=1)
+        return np.asarray(result + self.replicas(m) + work(step=1))
 
     def replicas(self, microbatches: int) -> Work:
         """Work that replicas share in a step: gradients and weights sent, and the optimizer."""

@@ -61,6 +61,12 @@ class Strategy:
         return self.pipeline * self.virtual
 
     @property
+    def share_of_layer(self) -> tuple[object, ...]:
+        """What decides the work of a layer on one GPU."""
+        degrees = self.tensor, self.context, self.expert, self.expert_tensor, self.microbatch_size
+        return *degrees, self.precision, self.recompute, self.sequence_parallel
+
+    @property
     def expert_data(self) -> int:
         """Replicas of each expert."""
         return max(1, self.gpus // (self.expert * self.expert_tensor * self.pipeline))
