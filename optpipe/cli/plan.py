@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import chain
@@ -73,17 +73,40 @@ class OffloadChoice(StrEnum):
     NO = "no"
 
 
+CLUSTER = "A model on a cluster"
+
+Allowed = Annotated[
+    str | None,
+    typer.Option(help="Allowed values; default: all.", metavar="A,B", rich_help_panel=CLUSTER),
+]
+"""An option that fixes a part of the strategy."""
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    """Raise InputError for the first option that is given and has no meaning."""
+    for option, value in given.items():
+        if value is not None:
+            raise InputError([Issue(option, "meaningless", f"has no meaning {why}")])
+
+
 def command(
-    layers: Annotated[Path, typer.Argument(help="A layer profile (optpipe.layers/1).", metavar="LAYERS.json")],
+    layers: Annotated[
+        str,
+        typer.Argument(
+            help="A layer profile (optpipe.layers/1), with --devices; or a model, with --gpus: a name of `optpipe "
+            "models`, a config.json or the folder of one.",
+            metavar="LAYERS.json|MODEL",
+        ),
+    ],
     devices: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             max=4096,
             help="Devices of the pipeline, without the tensor-parallel ones and replicas that the profile's parallel "
             "has.",
         ),
-    ],
+    ] = None,
     global_batch: Annotated[
         int | None,
         typer.Option(
@@ -93,7 +116,10 @@ def command(
             "has; needed without --lengths.",
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file for the best schedule.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Output file for the best schedule; the folder of a plan with --gpus."),
+    ] = None,
     microbatch_sizes: Annotated[
         str | None, typer.Option(help="Microbatch sizes to try, in sequences; default: 1, 2, 4, ...", metavar="1,2,4")
     ] = None,
@@ -163,12 +189,81 @@ def command(
     objective: Annotated[str, typer.Option(help="Objective: makespan or device_span.")] = "makespan",
     time_limit: TimeLimit = 60.0,
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; default: all cores.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=2**20, help="GPUs of the whole job.", rich_help_panel=CLUSTER)
+    ] = None,
+    machine: Annotated[
+        str, typer.Option(help="A name of `optpipe machines`, or a file.", rich_help_panel=CLUSTER)
+    ] = "h100",
+    sequence: Annotated[int, typer.Option(min=1, max=2**24, help="Tokens.", rich_help_panel=CLUSTER)] = 4096,
+    tp: Allowed = None,
+    cp: Allowed = None,
+    ep: Allowed = None,
+    etp: Allowed = None,
+    pp: Allowed = None,
+    vpp: Allowed = None,
+    dp: Allowed = None,
+    microbatch_size: Allowed = None,
+    precision: Allowed = None,
+    sharding: Allowed = None,
+    recompute: Allowed = None,
+    schedule: Allowed = None,
+    software: Annotated[
+        str, typer.Option(help="Trainer whose kernels are assumed; default: any.", rich_help_panel=CLUSTER)
+    ] = "",
+    why: Annotated[
+        str | None,
+        typer.Option(
+            help="Say what the best strategy with these degrees loses.", metavar="tp=8,pp=2", rich_help_panel=CLUSTER
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Choose how to cut, place and batch a model: every layout is rated, the promising ones are solved.
 
-    The table shows which layout wins and why the others lose; the schedule of the best is ready for `optpipe train`.
+    With --devices the costs are a profile's: the table shows which layout wins and why the others lose, and the
+    schedule of the best is ready for `optpipe train`. With --gpus they are computed from a model's name and a
+    machine's: every legal strategy has a schedule, is beaten by its bound, or does not fit. Options such as --tp fix
+    what may be chosen.
     """
+    fixed = {
+        "tp": tp,
+        "cp": cp,
+        "ep": ep,
+        "etp": etp,
+        "pp": pp,
+        "vpp": vpp,
+        "dp": dp,
+        "microbatch_size": microbatch_size,
+        "precision": precision,
+        "sharding": sharding,
+        "recompute": recompute,
+        "schedule": schedule,
+    }
+    if gpus is not None:
+        from optpipe.cli.plan_cluster import Question, plan_model
+
+        of_layers = {
+            "--devices": devices,
+            "--microbatch-sizes": microbatch_sizes,
+            "--placements": placements,
+            "--layout": layout,
+            "--modes": modes,
+            "--slices": slices,
+            "--lengths": lengths,
+            "--memory": memory,
+            "--memory-margin": memory_margin,
+        }
+        _refuse(of_layers, "with --gpus: the model's layers are costed by formula. Maybe leave it out.")
+        if global_batch is None:
+            raise InputError([Issue("--global-batch", "missing", "is missing. Maybe --global-batch 512.")])
+        question = Question(layers, gpus, machine, sequence, global_batch, software, fixed, why)
+        return plan_model(question, time_limit, workers, output, as_json)
+    of_cluster = {f"--{name.replace('_', '-')}": value for name, value in fixed.items()} | {"--why": why}
+    _refuse(of_cluster, "without --gpus: a profile has costs under one strategy. Maybe add --gpus, or leave it out.")
+    if devices is None:
+        detail = "is missing. Maybe --devices 4 for a layer profile, or --gpus 64 for a model."
+        raise InputError([Issue("--devices", "missing", detail)])
     from optpipe.export.megatron_layout import partition_of_layout
     from optpipe.layers import LayerProfile
     from optpipe.sequences import load_lengths
@@ -179,7 +274,7 @@ def command(
 
     if output:
         check_writable(output)
-    profile = LayerProfile.load(layers)
+    profile = LayerProfile.load(Path(layers))
     given_cut = None if layout is None else partition_of_layout(layout, profile, devices, "--layout")
     if memory is not None:
         profile = profile.model_copy(update={"memory_bytes": memory})
@@ -197,10 +292,7 @@ def command(
             "--microbatch-sizes": microbatch_sizes,
             "--slices": slices,
         }
-        for option, value in meaningless.items():
-            if value is not None:
-                detail = "has no meaning here: --lengths gives the microbatches, which stay whole. Maybe leave it out."
-                raise InputError([Issue(option, "meaningless", detail)])
+        _refuse(meaningless, "here: --lengths gives the microbatches, which stay whole. Maybe leave it out.")
         global_batch, microbatch_sizes = len(given) * profile.microbatch_size, str(profile.microbatch_size)
     elif global_batch is None:
         detail = "is missing. Maybe --global-batch 64, or --lengths with a file."
@@ -222,11 +314,11 @@ def command(
     if given_cut is not None:
         searched = (one for one in layouts if one.layout != given_cut)
         layouts = chain(given_candidates(profile, search, given_cut), searched)
-    what = f"judging layouts of {profile.name or layers.name} for up to {time_limit:g} s"
+    what = f"judging layouts of {profile.name or Path(layers).name} for up to {time_limit:g} s"
     with doing_long(what), ctrl_c_cancels(limits.cancel):
         judged = rank(layouts, limits, _progress_printer(limits))
-    schedule = judged[0].schedule
-    if schedule is None:
+    best = judged[0].schedule
+    if best is None:
         if limits.cancel.requested:
             raise KeyboardInterrupt
         reasons = list(dict.fromkeys(f"{one.candidate.name}: {one.why_not}" for one in judged))
@@ -234,8 +326,8 @@ def command(
     if output:
         from optpipe.schedule import schedule_text
 
-        write_atomically(output, schedule_text(schedule))
-    imbalance = None if given is None else _Imbalance.of(profile, schedule, given)
+        write_atomically(output, schedule_text(best))
+    imbalance = None if given is None else _Imbalance.of(profile, best, given)
     if as_json:
         document: dict[str, Any] = {"layouts": [_document(one, profile) for one in judged]}
         document |= {"gpus": _gpus(profile, devices), "global_batch": global_batch * profile.parallel.data}

@@ -37,7 +37,7 @@ LEAST = work(
     context=0.1,
     pipeline=0.2,
     data=0.05,
-    gather=0.02,
+    gather=0.5,
     optimizer=0.5,
     launch=5e-6,
 )

@@ -32,6 +32,8 @@ LOGIT_BYTES = 4
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 28
 """Read and written for a parameter in a step of Adam: gradient, master weight and two moments, the 16-bit weight."""
+LEAST_EXPOSED, GATHER_SHARE = 0.05, 0.7
+"""Share of gathers that never hides behind compute (the first of a step), and of the link's rate that they reach."""
 NORM_ACCESSES, INNER_ACCESSES = 8, 3
 """Elements read or written in F for each of the hidden width (two norms, two sums, rotary positions) and of the inner
 width (activation function) and token. B takes twice as many."""
@@ -204,10 +206,13 @@ class CostModel:
             sent = self.tokens * self.model.hidden * BF16_BYTES / one.tensor
             apart = one.gpus // p  # ranks between neighbours of the pipeline
             result += work(pipeline=2 * (m * v + p - 1) * sent / self._rate(2 * apart))
-        return np.asarray(result + self.replicas(m) + work(step=1))
+        return np.asarray(result + self.replicas(m, float(result @ slowdowns)) + work(step=1))
 
-    def replicas(self, microbatches: int) -> Work:
-        """Work that replicas share in a step: gradients and weights sent, and the optimizer."""
+    def replicas(self, microbatches: int, compute_s: float = 0.0) -> Work:
+        """Work that replicas share in a step: gradients and weights sent, and the optimizer.
+
+        Where weights are gathered for each microbatch (FSDP), what takes no longer than `compute_s` hides behind it.
+        """
         one = self.strategy
         dense, expert = self.parameters_of_device()
         share = one.data * one.context
@@ -218,7 +223,9 @@ class CostModel:
         updated = dense / (share if divided else 1) + expert / (one.expert_data if divided else 1)
         optimizer = updated * OPTIMIZER_BYTES / self.machine.memory_bytes_per_s
         if one.sharding == "fsdp":  # weights are gathered for F and B of each microbatch, and gradients scattered
-            return work(gather=sent * (2 * BF16_BYTES + GRADIENT_BYTES) * microbatches, optimizer=optimizer)
+            gathered = sent * (2 * BF16_BYTES + GRADIENT_BYTES) * microbatches
+            exposed = max(LEAST_EXPOSED * gathered, gathered / GATHER_SHARE - compute_s)
+            return work(gather=exposed, optimizer=optimizer)
         return work(data=sent * (BF16_BYTES + GRADIENT_BYTES), optimizer=optimizer)
 
     def parameters_of_device(self) -> tuple[float, float]:

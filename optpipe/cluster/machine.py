@@ -85,7 +85,7 @@ class Efficiencies(Document):
 
     `memory`: norms, activation functions and all else that memory's rate bounds. `tensor`, `expert`, `context`,
     `pipeline` and `data`: communication of each kind of parallelism. `gather`: weights and gradients of a layer that
-    are sent for each microbatch, where replicas divide them (FSDP).
+    are sent for each microbatch, where replicas divide them (FSDP), beyond what compute hides.
 
     `launch_us`: for a layer and pass; `step_us`: for a step. `software` is empty where it is any. The errors are those
     of the `rows` that it was fitted to: the relative error of half of them is below `median_error`.
@@ -201,7 +201,7 @@ DEFAULT_EFFICIENCIES = Efficiencies(
     context=1.7,
     pipeline=1.0,
     data=2.5,
-    gather=5,
+    gather=1.0,
     optimizer=0.8,
     launch_us=100,
     step_us=30_000,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from optpipe.cluster.costs import CostModel
+from optpipe.cluster.costs import CostModel, CostModels, Work
 from optpipe.cluster.layers import strategy_layers, strategy_partition
 from optpipe.cluster.machine import Machine
 from optpipe.cluster.memory import Held, MemoryModel
@@ -74,11 +75,22 @@ class Job:
             return False
         return True
 
+    @cached_property
+    def _models(self) -> CostModels:
+        return CostModels(self.model, self.machine.facts, self.sequence)
+
+    def costs(self, strategy: Strategy) -> CostModel:
+        """Costs of the model under a strategy."""
+        return self._models.of(strategy)
+
+    def slowdowns(self, strategy: Strategy) -> Work:
+        """Inverse efficiencies of the machine in the strategy's precision."""
+        return self.machine.efficiencies_of(strategy.precision, self.software_name).slowdowns
+
     def seconds(self, strategy: Strategy) -> float:
         """Predicted seconds of a step by the closed form of its schedule."""
-        slowdowns = self.machine.efficiencies_of(strategy.precision, self.software_name).slowdowns
-        costs = CostModel(self.model, self.machine.facts, strategy, self.sequence)
-        return float(costs.step(self.global_batch, slowdowns) @ slowdowns)
+        slowdowns = self.slowdowns(strategy)
+        return float(self.costs(strategy).step(self.global_batch, slowdowns) @ slowdowns)
 
     def held(self, strategy: Strategy) -> list[Held]:
         """Memory of each device of the pipeline by the closed form of its schedule."""

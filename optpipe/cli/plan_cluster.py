@@ -1,0 +1,218 @@
+"""`optpipe plan MODEL --gpus N`: how a job is spread over GPUs, with an end for every strategy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optpipe.cli.console import compile_once, ctrl_c_cancels, doing_long, print_json, stderr, stdout, table
+from optpipe.document import shown
+from optpipe.errors import InputError, Issue
+from optpipe.files import check_writable, write_atomically
+from optpipe.units import share_text
+
+if TYPE_CHECKING:
+    from optpipe.cluster.strategy import Strategy
+    from solver.layout.cluster_plan import Plan
+    from solver.layout.strategies import Rated
+
+SHOWN = 12
+MOST_RATED = 50
+"""Most beaten strategies that are rated to say what one of them loses."""
+GIB = 2**30
+CHOICES: Mapping[str, Sequence[str]] = {
+    "precision": ("bf16", "fp8", "fp4"),
+    "sharding": ("none", "optimizer", "fsdp"),
+    "recompute": ("none", "selective", "full"),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a user asks."""
+
+    model: str
+    gpus: int
+    machine: str
+    sequence: int
+    global_batch: int
+    software: str
+    fixed: Mapping[str, str | None]
+    why: str | None
+
+
+def plan_model(question: Question, time_limit: float, workers: int | None, output: Path | None, as_json: bool) -> int:
+    """Plan a job and print or write the plan."""
+    from optpipe.cluster.machine import Machine
+    from optpipe.cluster.model import load_model
+    from optpipe.cluster.software import software_of
+    from solver.layout.cluster_plan import plan_cluster
+    from solver.layout.fitting import Job
+    from solver.limits import Limits, available_cores
+
+    fixed = {name: _values(name, text) for name, text in question.fixed.items() if text is not None}
+    wanted = _degrees(question.why) if question.why else None
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        check_writable(output / "plan.json")
+    job = Job(
+        load_model(question.model),
+        Machine.load(question.machine),
+        question.sequence,
+        question.global_batch,
+        software_of(question.software),
+        question.software,
+    )
+    compile_once()
+    limits = Limits(time_limit, workers=workers or available_cores())
+
+    def say(ratings: Sequence[Rated]) -> None:
+        best = ratings[0]
+        stderr().print(f"{len(ratings):,} strategies rated; best {best.name}: {best.seconds:.2f} s ({best.reason})")
+
+    what = f"planning {job.model.name} on {question.gpus:,} GPUs for up to {time_limit:g} s"
+    with doing_long(what), ctrl_c_cancels(limits.cancel):
+        plan = plan_cluster(job, question.gpus, fixed, limits, say)
+    document = plan.document()
+    if output is not None:
+        _write(plan, document, output)
+    if as_json:
+        print_json(document | {"output": str(output) if output else None})
+    elif wanted is not None:
+        _print_why(plan, wanted)
+    else:
+        _print(plan, output)
+    if limits.cancel.requested:
+        return 130
+    return 0 if plan.ratings[0].end == "solved" else 4
+
+
+def _values(name: str, text: str) -> list[object]:
+    """Values of an option such as ``2,4,8``. Raises InputError."""
+    parts = [part.strip() for part in text.split(",")]
+    if name in CHOICES or name == "schedule":
+        for part in parts:
+            if name in CHOICES and part not in CHOICES[name]:
+                detail = f"has {shown(part)} but must be of {', '.join(CHOICES[name])}."
+                raise InputError([Issue(f"--{name}", "unknown", detail)])
+        return list(parts)
+    option = "--" + name.replace("_", "-")
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        raise InputError(
+            [Issue(option, "not_numbers", f"is {shown(text)} but must be numbers. Maybe 2,4,8.")]
+        ) from None
+    if min(numbers) < 1:
+        raise InputError([Issue(option, "too_small", f"is {shown(text)} but must be at least 1.")])
+    return list(numbers)
+
+
+def _degrees(text: str) -> dict[str, str]:
+    """Degrees of a question such as ``tp=8,pp=2``. Raises InputError."""
+    from solver.layout.strategies import FIELDS
+
+    wanted = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals or name not in FIELDS:
+            detail = f"has {shown(part)} but names are {', '.join(FIELDS)}. Maybe tp=8,pp=2."
+            raise InputError([Issue("--why", "unknown", detail)])
+        wanted[name] = value
+    return wanted
+
+
+def _matches(strategy: Strategy, wanted: Mapping[str, str]) -> bool:
+    from solver.layout.strategies import FIELDS
+
+    return all(str(getattr(strategy, FIELDS[name])) == value for name, value in wanted.items())
+
+
+def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
+    from optpipe.schedule import schedule_text
+
+    write_atomically(folder / "plan.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if (best := plan.best_solved) is not None:
+        write_atomically(folder / "schedule.json", schedule_text(best.schedule))
+        write_atomically(folder / "layers.json", best.layers.to_json())
+
+
+def _print(plan: Plan, output: Path | None) -> None:
+    console = stdout()
+    rows = table("strategy", "step s", "tokens/s/GPU", "MFU", "GiB", "lost to", "schedule")
+    rows.columns[-2].justify = rows.columns[-1].justify = "left"
+    shown_rows = [one for one in plan.ratings if one.end == "solved"][:SHOWN]
+    if plan.best.end == "solved" and plan.best not in shown_rows:
+        shown_rows.append(plan.best)
+    for one in shown_rows:
+        rows.add_row(
+            ("* " if one == plan.best else "  ") + one.name,
+            f"{one.seconds:.2f}",
+            f"{plan.tokens_per_s(one.seconds):,.0f}",
+            share_text(plan.utilization(one.seconds)),
+            f"{one.memory_bytes / GIB:.0f}",
+            _lost(plan, one),
+            one.reason,
+        )
+    console.print(rows)
+    ends = {end: sum(one.end == end for one in plan.ratings) for end in ("solved", "beaten", "does_not_fit")}
+    console.print(
+        f"{len(plan.ratings):,} legal strategies: {ends['solved']:,} have a schedule, {ends['beaten']:,} are beaten by "
+        f"their bounds, {ends['does_not_fit']:,} do not fit"
+    )
+    best = plan.best
+    if best.end != "solved":
+        console.print("nothing fits. Maybe more GPUs; the least that was needed: " + plan.ratings[0].reason)
+        return
+    bound_s = min(one.bound_s for one in plan.ratings)
+    console.print(
+        f"take {best.name}: {best.seconds:.2f} s a step; no strategy takes less than {bound_s:.2f} s by this cost model"
+    )
+    if plan.error:
+        console.print(
+            f"half of the published steps on {plan.job.machine.name} are predicted within {share_text(plan.error)}: "
+            f"{plan.ties:,} strategies tie with the fastest, and this is the simplest of them"
+        )
+    else:
+        console.print(f"nothing was measured on {plan.job.machine.name}: these are guesses from other machines")
+    for sentence in plan.job.model.assumptions:
+        console.print(sentence)
+    if output is not None:
+        console.print(f"wrote {output}/plan.json" + (", schedule.json, layers.json" if plan.solved else ""))
+
+
+def _lost(plan: Plan, one: Rated) -> str:
+    """The largest losses of a strategy."""
+    from solver.layout.strategies import Rater
+
+    lost = Rater(plan.job, plan.fixed).lost_s(one)
+    largest = sorted(lost.items(), key=lambda pair: -pair[1])[:3]
+    return ", ".join(f"{name} {seconds / one.seconds:.0%}" for name, seconds in largest if seconds > 0)
+
+
+def _print_why(plan: Plan, wanted: Mapping[str, str]) -> None:
+    from solver.layout.strategies import Rater
+
+    console = stdout()
+    best, found = plan.best, [one for one in plan.ratings if _matches(one.strategy, wanted)]
+    what = ", ".join(f"{name} {value}" for name, value in wanted.items())
+    if not found:
+        console.print(f"no legal strategy has {what}. Maybe `optpipe fits` says which rule it breaks.")
+        return
+    rater = Rater(plan.job, plan.fixed)
+    promising = sorted(found, key=lambda one: one.bound_s)[:MOST_RATED]
+    rated = [rater.rate(one.strategy, one.bound_s) if one.end == "beaten" else one for one in (found[0], *promising)]
+    one = min(rated, key=lambda one: one.seconds)
+    if one.end != "solved":
+        console.print(f"the best with {what} is {one.name}: {one.end.replace('_', ' ')}, {one.reason}")
+        return
+    mine, others = rater.lost_s(one), rater.lost_s(best)
+    rows = table("seconds lost to", one.name, best.name, "difference")
+    for name in sorted(mine, key=lambda name: others[name] - mine[name]):
+        rows.add_row(name, f"{mine[name]:.2f}", f"{others[name]:.2f}", f"{mine[name] - others[name]:+.2f}")
+    console.print(rows)
+    slower = one.seconds / best.seconds - 1
+    console.print(f"{one.name} takes {one.seconds:.2f} s, {best.name} {best.seconds:.2f} s: {slower:+.1%}")

@@ -1,0 +1,220 @@
+"""Strategies of a job: every legal one is rated, bounded, or does not fit.
+
+A *family* has all degrees but the number of stages on a device, which a layout search chooses with the cut. No
+schedule, cut or placement of a family takes less than its devices' mean work for all microbatches, with what a step
+adds to the pipeline: a family whose bound is above the best value is beaten without being rated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Literal
+
+import numpy as np
+
+from optpipe.cluster.costs import INDEX, Work, work
+from optpipe.cluster.memory import GIB
+from optpipe.cluster.strategy import Strategy
+from solver.layout.fitting import Job
+
+MOST_CONTEXT = 16
+MOST_VIRTUAL = 16
+MICROBATCH_SIZES = (1, 2, 4, 8)
+UNEVEN = 1.15
+"""Largest number of layers on a device over the mean for which more stages are tried."""
+
+End = Literal["solved", "beaten", "does_not_fit"]
+AXES = ("tp", "cp", "ep", "etp", "dp", "pp", "vpp", "microbatch_size")
+FIELDS: Mapping[str, str] = {
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "dp": "data",
+    "pp": "pipeline",
+    "vpp": "virtual",
+    "microbatch_size": "microbatch_size",
+    "sharding": "sharding",
+    "recompute": "recompute",
+    "precision": "precision",
+    "schedule": "schedule",
+}
+"""Fields of a strategy by the names of options."""
+Fixed = Mapping[str, Collection[object]]
+"""Allowed values of options that a user fixed."""
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A strategy with its end. `seconds` is inf where it has no schedule; nothing of it takes less than `bound_s`."""
+
+    strategy: Strategy
+    end: End
+    bound_s: float
+    seconds: float = inf
+    memory_bytes: float = 0.0
+    reason: str = ""
+    work: Work | None = field(default=None, compare=False, repr=False)
+    """Seconds by kind of work, `BUBBLE` and `RECOMPUTED` apart; None where it was not rated."""
+
+    @property
+    def axes(self) -> int:
+        """Degrees above one, and other choices that are not the plainest."""
+        one = self.strategy
+        degrees = one.tensor, one.context, one.expert, one.pipeline, one.virtual, one.microbatch_size
+        return sum(degree > 1 for degree in degrees) + (one.recompute != "none") + (one.sharding == "fsdp")
+
+    @property
+    def name(self) -> str:
+        """Degrees above one, as in ``tp4 pp8 vpp5``."""
+        degrees = {axis: getattr(self.strategy, FIELDS[axis]) for axis in AXES}
+        parts = [f"{axis}{value}" for axis, value in degrees.items() if value > 1 and axis != "microbatch_size"]
+        if self.strategy.microbatch_size > 1:
+            parts.append(f"mbs{self.strategy.microbatch_size}")
+        parts += [self.strategy.recompute] if self.strategy.recompute != "none" else []
+        parts += [self.strategy.sharding] if self.strategy.sharding == "fsdp" else []
+        return " ".join(parts) or "one GPU"
+
+
+def families(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:
+    """Legal strategies of a job with one stage on each device of the pipeline and no recomputation."""
+    heads = min(layer.attention.heads for layer in job.model.layers)
+    experts = max(layer.feed_forward.experts for layer in job.model.layers)
+    node = job.machine.facts.gpus_per_node
+    precision = next(iter(fixed.get("precision", ("bf16",))))
+    for tensor in _divisors(heads, node, fixed.get("tp")):
+        for context in _powers(MOST_CONTEXT, fixed.get("cp")):
+            for pipeline in _divisors(gpus, len(job.model.layers) + 2, fixed.get("pp")):
+                shared = tensor * context * pipeline
+                if gpus % shared:
+                    continue
+                data = gpus // shared
+                for expert in _divisors(experts, data * tensor * context, fixed.get("ep")) if experts else (1,):
+                    for size in fixed.get("microbatch_size", MICROBATCH_SIZES):
+                        for sharding in fixed.get(
+                            "sharding", ("optimizer", "fsdp") if pipeline == 1 else ("optimizer",)
+                        ):
+                            for expert_tensor in fixed.get("etp", (1,)):
+                                strategy = Strategy(
+                                    tensor=tensor,
+                                    context=context,
+                                    expert=expert,
+                                    expert_tensor=expert_tensor,  # type: ignore[arg-type]
+                                    pipeline=pipeline,
+                                    data=data,
+                                    microbatch_size=size,  # type: ignore[arg-type]
+                                    sharding=sharding,  # type: ignore[arg-type]
+                                    precision=precision,  # type: ignore[arg-type]
+                                )
+                                if data in fixed.get("dp", (data,)) and job.is_legal(strategy):
+                                    yield strategy
+
+
+def _divisors(number: int, most: int, allowed: Collection[object] | None) -> list[int]:
+    return [k for k in range(1, min(number, most) + 1) if number % k == 0 and (allowed is None or k in allowed)]
+
+
+def _powers(most: int, allowed: Collection[object] | None) -> list[int]:
+    if allowed is not None:
+        return [int(value) for value in allowed]  # type: ignore[call-overload]
+    return [2**k for k in range(most.bit_length())]
+
+
+def variants(job: Job, family: Strategy, fixed: Fixed) -> Iterator[Strategy]:
+    """Strategies of a family: numbers of stages on a device, each with a published schedule."""
+    layers, p = len(job.model.layers), family.pipeline
+    m = family.microbatches(job.global_batch)
+    for virtual in fixed.get("vpp", range(1, MOST_VIRTUAL + 1) if p > 1 else (1,)):
+        assert isinstance(virtual, int)
+        if virtual > 1 and "vpp" not in fixed:
+            most = -(-layers // (p * virtual)) * virtual
+            if p * virtual > layers or most > UNEVEN * layers / p or m < p:
+                continue
+        if p * virtual > layers + 2:
+            continue
+        schedule = "1f1b" if virtual == 1 else "interleaved-1f1b"
+        names = [str(name) for name in fixed.get("schedule", (schedule,))]
+        for name in names:
+            yield replace(family, virtual=virtual, schedule=name)
+
+
+class Rater:
+    """Rates strategies of a job by the closed forms of their schedules."""
+
+    def __init__(self, job: Job, fixed: Fixed) -> None:
+        self.job, self.fixed = job, fixed
+
+    def bound_s(self, family: Strategy) -> float:
+        """Seconds that no schedule, cut or placement of a family goes below."""
+        costs = self.job.costs(family)
+        slowdowns = self.job.slowdowns(family)
+        devices = costs.devices()
+        m = family.microbatches(self.job.global_batch)
+        mean = devices.sum((0, 1)) / family.pipeline
+        return float((m * mean + costs.replicas(m, inf) + work(step=1)) @ slowdowns)
+
+    def rate(self, strategy: Strategy, bound_s: float) -> Rated:
+        """The cheapest form of a strategy that fits: as it is, or with full recomputation."""
+        least: float = inf
+        allowed = self.fixed.get("recompute", ("none", "full"))
+        for recompute in ("none", "selective", "full"):
+            if recompute not in allowed:
+                continue
+            tried = replace(strategy, recompute=recompute)  # type: ignore[arg-type]
+            held = max(self.job.held(tried), key=lambda one: one.total)
+            needed = held.total * self.job.software.reserved + self.job.software.context_bytes
+            if needed <= self.job.machine.facts.memory_bytes:
+                seconds_by_kind = self.seconds_by_kind(tried)
+                seconds = float(seconds_by_kind.sum())
+                return Rated(tried, "solved", bound_s, seconds, needed, tried.schedule, seconds_by_kind)
+            if needed < least:
+                least, kinds = needed, vars(held)
+        largest = max(kinds, key=lambda kind: kinds[kind])
+        reason = f"{least / GIB:,.0f} GiB of {self.job.machine.facts.memory_bytes / GIB:,.0f}, most of it {largest}"
+        return Rated(strategy, "does_not_fit", bound_s, inf, least, reason)
+
+    def seconds_by_kind(self, strategy: Strategy) -> Work:
+        """Seconds of a step by kind of work, warm-up and cool-down in their kinds."""
+        slowdowns = self.job.slowdowns(strategy)
+        return np.asarray(self.job.costs(strategy).step(self.job.global_batch, slowdowns) * slowdowns)
+
+    def lost_s(self, rated: Rated) -> dict[str, float]:
+        """Seconds of a rated strategy beyond its model's products, attention and experts, by what they go to."""
+        assert rated.work is not None, "only rated strategies have seconds by kind"
+        strategy, slowdowns = rated.strategy, self.job.slowdowns(rated.strategy)
+        m = strategy.microbatches(self.job.global_batch)
+        devices = self.job.costs(strategy).devices().sum(1)
+        plain = self.job.costs(replace(strategy, recompute="none")).devices().sum(1)
+        mean = float(devices.mean(0) @ slowdowns)
+        pipeline = float(rated.work[INDEX["pipeline"]])
+        once = sum(float(rated.work[INDEX[kind]]) for kind in ("data", "gather", "optimizer", "step"))
+        lost = {"bubble": rated.seconds - pipeline - once - m * mean}
+        lost["recomputation"] = m * (mean - float(plain.mean(0) @ slowdowns))
+        kinds = plain.mean(0) * slowdowns * m
+        for kind in ("memory", "tensor", "expert", "context", "launch"):
+            lost[kind] = float(kinds[INDEX[kind]])
+        for kind in ("pipeline", "data", "gather", "optimizer", "step"):
+            lost[kind] = float(rated.work[INDEX[kind]])
+        return lost
+
+
+def rate_all(job: Job, gpus: int, fixed: Fixed) -> Iterator[list[Rated]]:
+    """Rate every legal strategy, the most promising family first; yields a family at a time.
+
+    A family whose bound is above the best value so far is beaten.
+    """
+    rater, best_s = Rater(job, fixed), inf
+    found = [(rater.bound_s(family), family) for family in families(job, gpus, fixed)]
+    for bound_s, family in sorted(found, key=lambda one: one[0]):
+        group = []
+        for strategy in variants(job, family, fixed):
+            if bound_s > best_s:
+                reason = f"at least {bound_s / best_s - 1:.1%} slower"
+                group.append(Rated(strategy, "beaten", bound_s, reason=reason))
+                continue
+            rated = rater.rate(strategy, bound_s)
+            best_s = min(best_s, rated.seconds)
+            group.append(rated)
+        yield group
