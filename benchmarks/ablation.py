@@ -57,7 +57,7 @@ SAMPLE: dict[Size, Sequence[Sequence[One]]] = {
 }
 """Rows of equal weight, each an instance or the mean over some; p from 4 to 64, m from 16 to 512."""
 
-TOGETHER = (("plain-lists", "stage-lists"), ("relaxation", "part-proof", "part-bounds"))
+TOGETHER = ("relaxation", "part-proof", "part-bounds")
 """Parts that stand in for one another: left out together as well."""
 
 EXACT, SEARCH, BOUNDS, PUBLISHED = ("solver/exact/", "solver/search/", "solver/bounds/", "solver/published/")
@@ -73,11 +73,9 @@ CODE: dict[str, Sequence[str]] = {
     "relaxation": [f"{EXACT}relaxation.py:relaxation_bound"],
     "part-proof": [f"{EXACT}relaxation.py:proof_by_parts _proof_by_parts_from"],
     "part-bounds": [f"{EXACT}relaxation.py:bound_by_parts"],
-    "offloading-lists": [f"{SEARCH}in_flight.py:ListsInMemory"],
-    "recomputing-lists": [f"{SEARCH}in_flight.py:ListsInMemory _recomputing"],
+    "offloading-lists": [f"{SEARCH}in_flight.py:Lists"],
+    "recomputing-lists": [f"{SEARCH}in_flight.py:Lists _recomputing"],
     "planned-lists": [f"{SEARCH}memory_lists.py:_planned_shares"],
-    "plain-lists": [f"{SEARCH}in_flight.py:PlainLists"],
-    "stage-lists": [f"{SEARCH}in_flight.py:ListsByStage"],
     "random-lists": [f"{SEARCH}in_flight.py:varied _varied"],
     "chain": [f"{BOUNDS}device.py:longest_chain_us"],
     "release-order": [f"{BOUNDS}unit_order.py"],

@@ -15,9 +15,7 @@ COMPONENTS = {
         *("search", "windows", "pattern", "mode-rounds", "lists", "cp-sat", "states"),
         *("relaxation", "part-proof", "part-bounds"),
     ),
-    "list kind": (
-        *("offloading-lists", "recomputing-lists", "planned-lists", "plain-lists", "stage-lists", "random-lists"),
-    ),
+    "list kind": ("offloading-lists", "recomputing-lists", "planned-lists", "random-lists"),
     "bound": (
         *("chain", "release-order", "warmup-cooldown", "memory-time", "rounds", "shared-channel", "whole-forwards"),
         *("modes", "unit-device", "free-order"),

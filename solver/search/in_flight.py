@@ -4,15 +4,13 @@
 is. How long a schedule takes depends on both to within a few: one microbatch too many, and ops wait for memory; one too
 few, and devices are idle. So here both are searched for, on a problem with fewer microbatches where there are many.
 
-There are several kinds of lists: those in which memory decides what leaves and, for each mode that recomputes, what is
-made anew (`solver.search.memory_lists`); and where activations may leave those of `ada-offload`, with activation modes
-for each choice of one variant a stage. Each kind that is not far worse gets its first numbers, and then they go on, the
-best first. At last numbers of the lists in which memory decides are drawn at random.
+In the lists memory decides what leaves and, for each mode that recomputes, what is made anew
+(`solver.search.memory_lists`). Each kind gets its first numbers, and then they go on, the best first. At last numbers
+are drawn at random.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,17 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from optpipe.ops import OpArray, Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
-from solver.by_stage import ByStage, choices, keep_what_fits
+from solver.by_stage import keep_what_fits
 from solver.limits import Cancel, Limits
-from solver.published.ada_offload import in_flight_orders
-from solver.published.transfers import TransferPlanner, TransferRequest
 from solver.search.memory_lists import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, MemoryLists, Rules
 from solver.solution import OnSolution, Solution
-from solver.variants import Variant
 
 LATE_WEIGHTS = (1, 2, 4, 0, 8, 16)
 """Numbers of W left over on a device, tried in turn."""
@@ -43,9 +38,8 @@ SHORT = 4
 FIRST_SHARE = 0.3
 """Largest share of the time left, or of all work, for the first numbers of a kind of lists where there are several."""
 
-HOPEFUL = 1.1
-"""Factor by which two guesses of the numbers of a kind of lists are worse than the best of another: it is left out, or
-without modes has its turn behind the others."""
+GOOD_GAP = 0.1
+"""Gap of a start up to which no first lists are offered."""
 
 RANDOM_SHARE = 0.5
 """Largest share of the time left, or of all work, for the random choices of a kind of lists."""
@@ -59,13 +53,13 @@ REDRAWN = 0.6
 MOST_LATE_WEIGHTS = 12
 """Largest number of W left over of a random choice."""
 
-PLAYED_PER_SECOND = 250_000
-"""Compute ops ordered, played with their copies and simulated in a second, and so in a unit of work (one core)."""
+PLAYED_PER_SECOND = 2_000_000
+"""Compute ops placed with their copies in a second, and so in a unit of work (one core)."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Microbatches between their first F and their last B, W left over, and the lead of reloads in their durations.
+    """Microbatches between their first F and their last B, and W left over.
 
     The others are those of `solver.search.memory_lists.Rules`; `tail`, `planned` and `warm_up` are in microbatches for
     each stage.
@@ -73,7 +67,6 @@ class Choice:
 
     in_flight: int
     late_weights: int
-    lead: float = 1.5
     tail: float = 1
     hold: float = 0
     ahead: int = ON_ITS_WAY
@@ -88,7 +81,6 @@ class Choice:
 Changes = Sequence[Mapping[str, Any]]
 """Fields of a choice that are tried beside its numbers, one entry after another."""
 
-LEADS: Changes = [{"lead": 3.0}]
 HOLD: Changes = [{"hold": hold} for hold in (1.0, 0.25, 0.5)]
 TAIL: Changes = [{"tail": tail} for tail in (0.5, 0, 0.125)]
 EARLY: Changes = [{"early": early} for early in (1, 2, 4)]
@@ -101,72 +93,18 @@ AGAIN: Changes = [
 ]
 
 
-class Lists(ABC):
-    """A kind of lists of a problem, with the `first` choice and the `changes` there are beside its numbers.
-
-    `speed`: how many times as fast choices are tried as lists with copies are ordered, played and simulated.
-    """
-
-    speed = 1
-
-    def __init__(self, problem: Problem, changes: Changes) -> None:
-        self.problem = problem
-        self.changes = changes
-        self.first = Choice(min(2 * len(problem.stages), problem.units), LATE_WEIGHTS[0])
-
-    @abstractmethod
-    def orders(self, choice: Choice) -> Orders | None:
-        """The orders of a choice; None where memory has no room for them."""
-
-    def tried(self, choice: Choice) -> tuple[float, Orders | None]:
-        """The value of a choice, infinite where memory has no room for it; with its orders, if they had to be made."""
-        orders = self.orders(choice)
-        return (inf if orders is None else _value_us(self.problem, orders)), orders
-
-
-class PlainLists(Lists):
-    """List schedules of a problem without modes; `offloads`: with copies."""
-
-    def __init__(self, problem: Problem, offloads: bool) -> None:
-        super().__init__(problem, LEADS if offloads else [])
-        stages = [s for s, stage in enumerate(problem.stages) if offloads and stage.offload]
-        self.leaving = set(product(stages, range(problem.units)))
-
-    def orders(self, choice: Choice) -> Orders | None:
-        """The orders of a choice; None where memory has no room for them."""
-        orders = in_flight_orders(self.problem, choice.in_flight, choice.late_weights)
-        compute = [OpArray.of(device.compute) for device in orders.devices]
-        budgets = [device.memory_bytes for device in self.problem.devices]
-        return TransferPlanner(self.problem, compute).plan(TransferRequest(self.leaving, choice.lead), budgets)
-
-
-class ListsByStage(Lists):
-    """Lists of the problem with one variant a stage, in which all is kept that fits."""
-
-    def __init__(self, problem: Problem, chosen: Sequence[Variant]) -> None:
-        super().__init__(problem, LEADS)
-        self.by_stage = ByStage(problem, chosen)
-        self.plain = PlainLists(self.by_stage.plain, offloads=True)
-
-    def orders(self, choice: Choice) -> Orders | None:
-        """The orders of a choice; None where memory has no room for them."""
-        plain = self.plain.orders(choice)
-        orders = None if plain is None else self.by_stage.with_modes(plain)
-        return None if orders is None else keep_what_fits(self.problem, orders)
-
-
-class ListsInMemory(Lists):
+class Lists:
     """Lists in which memory decides what recomputes in mode ``modes[s]``, and what leaves in ``out[s]`` (0: nothing).
 
-    `planned`: it begins with twice 1F1B's number in flight, and recomputes what the plan for that number does.
+    There are a `first` choice, and the `changes` that are tried beside its numbers. `planned`: it begins with twice
+    1F1B's number in flight, and recomputes what the plan for that number does.
     """
 
-    speed = 8
-
     def __init__(self, problem: Problem, modes: Sequence[int], out: Sequence[int], planned: bool = False) -> None:
+        self.problem = problem
         again = [*AGAIN, *RESERVE] if any(modes) else []
-        super().__init__(problem, [*STOCK, *HOLD, *again, *TAIL, *(EARLY if any(out) else [])])
-        self.first = replace(self.first, in_flight=min(len(problem.stages), problem.units))  # memory stops the others
+        self.changes: Changes = [*STOCK, *HOLD, *again, *TAIL, *(EARLY if any(out) else [])]
+        self.first = Choice(min(len(problem.stages), problem.units), LATE_WEIGHTS[0])  # memory stops the others
         if planned:
             self.changes = [*HOLD, *RESERVE, *TAIL]
             self.first = replace(self.first, in_flight=min(2 * len(problem.stages), problem.units), **PLANNED)
@@ -178,9 +116,13 @@ class ListsInMemory(Lists):
         return None if orders is None else keep_what_fits(self.problem, orders)
 
     def tried(self, choice: Choice) -> tuple[float, Orders | None]:
-        """The value as planned, which is not below that of the orders."""
+        """The value of a choice, infinite where memory has no room for it; with its orders, if they had to be made.
+
+        A makespan is that which is planned, not below that of the orders.
+        """
         if self.problem.objective != "makespan":
-            return super().tried(choice)
+            orders = self.orders(choice)
+            return (inf if orders is None else _value_us(self.problem, orders)), orders
         return self.lists.makespan_us(self._rules(choice)), None
 
     def _rules(self, choice: Choice) -> Rules:
@@ -210,30 +152,23 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
             on_solution(best)
 
     runs: list[tuple[float, int, Kind, Trials, Iterator[Choice]]] = []
-    closest: tuple[float, Choice] | None = None
-    for k, (_, kind) in enumerate(entry for entry in _kinds(problem) if entry[0] not in limits.without):
+    for k, (name, kind) in enumerate(_kinds(problem)):
+        if name in limits.without:
+            continue
         trials = Trials(kind(short), limits.part(FIRST_SHARE))
         found = improving(trials)
         # The orders of a million ops take seconds to make and to judge: a good start needs no first ones.
-        if closest is None and start.gap > HOPEFUL - 1 and trials.value_us(trials.lists.first) < inf:
+        if not runs and start.gap > GOOD_GAP and trials.value_us(trials.lists.first) < inf:
             offer(kind, trials, trials.lists.first)
-        if closest is not None:
-            guesses = (closest[1].in_flight, trials.lists.first.in_flight)
-            guess_us = min(trials.value_us(replace(trials.lists.first, in_flight=n)) for n in guesses)
-            if guess_us > HOPEFUL * closest[0]:
-                if not problem.has_modes:  # there are few kinds, so that each has its turn, this one behind the others
-                    runs.append((guess_us, k, kind, trials, found))
-                continue
         if (first := next(found, None)) is not None and (value_us := trials.value_us(first)) < inf:
-            runs.append((value_us, k, kind, trials, found))
-            if closest is None or value_us < closest[0]:
-                closest = value_us, first
+            if value_us < min((run[0] for run in runs), default=inf):
                 offer(kind, trials, first)
+            runs.append((value_us, k, kind, trials, found))
     for _, _, kind, trials, found in sorted(runs, key=lambda run: run[:2]):
         trials.limits = limits
         for choice in found:
             offer(kind, trials, choice)
-        if isinstance(trials.lists, ListsInMemory) and "random-lists" not in limits.without:
+        if "random-lists" not in limits.without:
             trials.limits = limits.part(RANDOM_SHARE)
             for choice in varied(trials):
                 offer(kind, trials, choice)
@@ -241,15 +176,14 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
 
 
 def first_in_memory(problem: Problem) -> Orders | None:
-    """The orders of the first lists in which memory decides; None where there are none, or it has no room for them."""
+    """The orders of the first lists; None where there are none, or memory has no room for them."""
     for _, kind in _kinds(problem):
         lists = kind(problem)
-        if isinstance(lists, ListsInMemory):
-            choice = lists.first
-            while (orders := lists.orders(choice)) is None and choice.in_flight > 1:
-                choice = _with_fewer(choice)
-            if orders is not None:
-                return orders
+        choice = lists.first
+        while (orders := lists.orders(choice)) is None and choice.in_flight > 1:
+            choice = _with_fewer(choice)
+        if orders is not None:
+            return orders
     return None
 
 
@@ -261,7 +195,7 @@ def _with_fewer(choice: Choice) -> Choice:
 def list_kinds(problem: Problem) -> list[str]:
     """Names of the kinds of lists for a problem, and of the random choices among them."""
     names = [name for name, _ in _kinds(problem)]
-    return [*dict.fromkeys(names), *(["random-lists"] if {*names} - {"plain-lists", "stage-lists"} else [])]
+    return [*dict.fromkeys(names), "random-lists"] if names else []
 
 
 def _kinds(problem: Problem) -> Iterator[tuple[str, Kind]]:
@@ -269,18 +203,10 @@ def _kinds(problem: Problem) -> Iterator[tuple[str, Kind]]:
     out, again = _leaving(problem), _recomputing(problem)
     if any(out) and problem.host_memory_bytes is None:
         for modes in [[0] * len(out), *again]:
-            yield "offloading-lists", partial(ListsInMemory, modes=modes, out=out)
-    if not problem.has_modes:
-        if any(out):
-            yield "plain-lists", partial(PlainLists, offloads=True)
-        yield "plain-lists", partial(PlainLists, offloads=False)
-        return
-    for by_stage in choices(problem):
-        if any(stage.offload for stage in by_stage.plain.stages):
-            yield "stage-lists", partial(ListsByStage, chosen=by_stage.chosen)
+            yield "offloading-lists", partial(Lists, modes=modes, out=out)
     for name, planned in (("recomputing-lists", False), ("planned-lists", True)):
         for modes in again:
-            yield name, partial(ListsInMemory, modes=modes, out=[0] * len(out), planned=planned)
+            yield name, partial(Lists, modes=modes, out=[0] * len(out), planned=planned)
 
 
 def _leaving(problem: Problem) -> list[int]:
@@ -323,7 +249,7 @@ class QuickLists:
         nothing = [0] * len(out)
         leaving = [nothing, out] if any(out) and problem.host_memory_bytes is None else [nothing]
         equal = _of_equal_units(problem)
-        kinds = (ListsInMemory(equal, *chosen) for chosen in product([nothing, *again], leaving))
+        kinds = (Lists(equal, *chosen) for chosen in product([nothing, *again], leaving))
         self._trials = [Trials(lists, Limits(inf, cancel=cancel)) for lists in kinds]
         self.achieved = equal is problem
         """True if `value_us` is that of a schedule of the problem."""
@@ -476,7 +402,7 @@ class Trials:
             if self.spent:
                 return inf
             problem = self.lists.problem
-            self.played += 3 * len(problem.stages) * problem.units // self.lists.speed
+            self.played += 3 * len(problem.stages) * problem.units
             value_us, orders = self.lists.tried(choice)
             if orders is not None and value_us < min(self._known.values(), default=inf):
                 self._best = choice, orders

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from itertools import product
 from math import inf
 
@@ -18,8 +17,7 @@ from solver.methods import METHODS, published_orders
 from solver.search.in_flight import (
     LATE_WEIGHTS,
     Choice,
-    ListsInMemory,
-    PlainLists,
+    Lists,
     Trials,
     first_in_memory,
     improving,
@@ -33,9 +31,13 @@ PROBLEMS = [
     uniform(8, 24, budget=8, offload=HALF),
     uniform(8, 24, budget=6, offload=WHOLE),
     uniform(6, 12, v_shape=True, budget=14, offload=HALF),
-    uniform(4, 12, budget=5),
     uniform(4, 12, budget=5, offload=HALF, copy_channels={"duplex": False, "shared_by": [[0, 1], [2, 3]]}),
 ]
+
+
+def offloading(problem: Problem) -> Lists:
+    """Lists in which activations leave wherever they may."""
+    return Lists(problem, [0] * len(problem.stages), [int(stage.offload is not None) for stage in problem.stages])
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -52,9 +54,10 @@ def test_what_it_finds_is_valid_and_no_worse_than_ada_offload(problem: Problem) 
 
 @pytest.mark.parametrize("problem", PROBLEMS[:3])
 def test_the_steps_lead_close_to_the_best_of_all_numbers(problem: Problem) -> None:
-    trials = Trials(PlainLists(problem, True), WORK)
+    lists = offloading(problem)
+    trials = Trials(lists, WORK)
     (*_, choice) = improving(trials)
-    every = Trials(PlainLists(problem, True), Limits(deterministic_limit=inf))
+    every = Trials(lists, Limits(deterministic_limit=inf))
     numbers = range(1, problem.units + 1)
     best_us = min(every.value_us(Choice(n, late)) for n, late in product(numbers, LATE_WEIGHTS))
     assert trials.value_us(choice) <= 1.05 * best_us
@@ -66,35 +69,17 @@ def test_many_microbatches_take_the_choice_of_few() -> None:
     best = in_flight_search(problem, WORK, Solution(), lambda _: None)
     assert best.orders is not None
     assert within_budgets(problem, best.orders, simulate(problem, best.orders))
-    whole = Trials(PlainLists(problem, True), WORK)
+    whole = Trials(offloading(problem), WORK)
     assert best.value_us <= 1.02 * min(whole.value_us(choice) for choice in improving(whole))
-
-
-def test_lists_that_are_far_worse_have_their_turn_behind_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else lists that are slow to play would take the time in which random choices of better ones are tried."""
-    turns: list[str] = []
-
-    def noted(turn: str, choices: Callable[[Trials], Iterator[Choice]]) -> Callable[[Trials], Iterator[Choice]]:
-        def run(trials: Trials) -> Iterator[Choice]:
-            turns.append(f"{turn} {type(trials.lists).__name__}")
-            yield from choices(trials)
-
-        return run
-
-    monkeypatch.setattr("solver.search.in_flight.improving", noted("steps", improving))
-    monkeypatch.setattr("solver.search.in_flight.varied", noted("random", varied))
-    problem = uniform(4, 16, budget=4, offload=HALF)
-    in_flight_search(problem, Limits(deterministic_limit=0.1), Solution(), lambda _: None)
-    assert turns == ["steps ListsInMemory", "random ListsInMemory", "steps PlainLists", "steps PlainLists"]
 
 
 def test_a_good_start_waits_for_a_better_choice_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Orders of a million ops take seconds to make and to judge."""
     problem, bound_us = uniform(8, 32, budget=8, offload=HALF), 1e6
     made: list[Choice] = []
-    make = ListsInMemory.orders
-    monkeypatch.setattr(ListsInMemory, "orders", lambda lists, choice: made.append(choice) or make(lists, choice))
-    first = ListsInMemory(problem, [0] * 8, [1] * 7 + [0]).first
+    make = Lists.orders
+    monkeypatch.setattr(Lists, "orders", lambda lists, choice: made.append(choice) or make(lists, choice))
+    first = Lists(problem, [0] * 8, [1] * 7 + [0]).first
     for gap, times in ((0.5, 1), (0.05, 0)):
         start = Solution(first_in_memory(problem), bound_us / (1 - gap), bound_us)
         made.clear()
@@ -112,7 +97,7 @@ def test_memory_without_such_lists_has_no_first_ones() -> None:
 def test_random_choices_go_on_where_steps_find_nothing_better() -> None:
     """Eight devices, two behind each channel, with four chunks each: steps end at 56,500 us."""
     problem = instance("d-p8-m16-o1-mo1-b1o4-interleaved4-make-pairs")
-    lists = ListsInMemory(problem, [0] * 32, [1] * 32)
+    lists = Lists(problem, [0] * 32, [1] * 32)
     trials = Trials(lists, Limits(deterministic_limit=0.3))
     (*_, choice) = improving(trials)
     values_us = [trials.value_us(choice), *map(trials.value_us, varied(trials))]
