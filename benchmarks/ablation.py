@@ -57,9 +57,6 @@ SAMPLE: dict[Size, Sequence[Sequence[One]]] = {
 }
 """Rows of equal weight, each an instance or the mean over some; p from 4 to 64, m from 16 to 512."""
 
-TOGETHER = ("relaxation", "part-proof", "part-bounds")
-"""Parts that stand in for one another: left out together as well."""
-
 EXACT, SEARCH, BOUNDS, PUBLISHED = ("solver/exact/", "solver/search/", "solver/bounds/", "solver/published/")
 
 CODE: dict[str, Sequence[str]] = {
@@ -71,8 +68,7 @@ CODE: dict[str, Sequence[str]] = {
     "cp-sat": [f"{EXACT}cp_sat"],
     "states": [f"{EXACT}states.py", f"{EXACT}state_bound.py", f"{EXACT}progress.py"],
     "relaxation": [f"{EXACT}relaxation.py:relaxation_bound"],
-    "part-proof": [f"{EXACT}relaxation.py:proof_by_parts _proof_by_parts_from"],
-    "part-bounds": [f"{EXACT}relaxation.py:bound_by_parts"],
+    "parts": [f"{EXACT}relaxation.py:proof_by_parts _proof_by_parts_from"],
     "offloading-lists": [f"{SEARCH}in_flight.py:Lists"],
     "recomputing-lists": [f"{SEARCH}in_flight.py:Lists _recomputing"],
     "planned-lists": [f"{SEARCH}memory_lists.py:_planned_shares"],
@@ -129,7 +125,7 @@ def _length(node: ast.AST) -> int:
 
 @dataclass
 class Loss:
-    """What is lost without some parts: by row of the sample the sum of gaps, and the proofs."""
+    """What is lost without a part: by row of the sample the sum of gaps, and the proofs."""
 
     rows: int = 0
     gap: float = 0.0
@@ -137,7 +133,7 @@ class Loss:
     proofs: int = 0
 
     def add(self, weight: float, whole: Solution, left: Solution) -> None:
-        """Take in an answer without the parts beside that with all of them."""
+        """Take in an answer without the part beside that with all of them."""
         lost = weight * (left.gap - whole.gap)
         self.rows += 1
         self.gap += lost
@@ -146,8 +142,8 @@ class Loss:
 
 
 def measure_parts(size: Size, _pictures: Path) -> str:
-    """Solve the sample, and again without each part, or set of parts, that takes part."""
-    losses: dict[tuple[str, ...], Loss] = {}
+    """Solve the sample, and again without each part that takes part."""
+    losses: dict[str, Loss] = {}
     gaps, proofs, count, sample = 0.0, 0, 0, SAMPLE[size]
     load_searches()
     for row in sample:
@@ -158,28 +154,28 @@ def measure_parts(size: Size, _pictures: Path) -> str:
             say(f"{name}: gap {whole.gap:.2%}, by {whole.method or begun.method} and {whole.proved_by}")
             weight = 1 / len(row)
             gaps, proofs, count = gaps + weight * whole.gap, proofs + (whole.gap == 0), count + 1
-            for parts in _taking_part(problem, names, begun.gap == 0):
-                again = _started(problem, parts)[0] if parts[0] in COMPONENTS["start"] else begun
-                left = whole if again.value_us == begun.value_us and again is not begun else None
-                left = left or _searched(problem, size, again, parts)
-                losses.setdefault(parts, Loss()).add(weight, whole, left)
-                say(f"  {name} without {' + '.join(parts)}: gap {left.gap:.2%}, {left.gap - whole.gap:+.3%}")
+            for part in _taking_part(problem, names, begun.gap == 0):
+                again = _started(problem, {part})[0] if part in COMPONENTS["start"] else begun
+                same = again is not begun and again.value_us == begun.value_us
+                left = whole if same else _searched(problem, size, again, {part})
+                losses.setdefault(part, Loss()).add(weight, whole, left)
+                say(f"  {name} without {part}: gap {left.gap:.2%}, {left.gap - whole.gap:+.3%}")
     kinds = {name: kind for kind, names in COMPONENTS.items() for name in names}
     ranked = sorted(losses.items(), key=lambda entry: (-entry[1].proofs, -entry[1].gap))
     rows = [
         [
-            " + ".join(parts),
-            kinds[parts[0]],
+            name,
+            kinds[name],
             f"{100 * loss.gap / len(sample):.3f}",
             f"{100 * loss.most:.2f}",
             f"{loss.proofs}",
             f"{loss.rows}",
-            f"{code_lines(tuple(dict.fromkeys(place for name in parts for place in CODE[name])))}",
+            f"{code_lines(tuple(CODE[name]))}",
         ]
-        for parts, loss in ranked
+        for name, loss in ranked
     ]
     head = ["without", "kind", "mean gap lost", "most on one row", "proofs lost", "takes part on", "lines"]
-    unused = [name for name in kinds if all(name not in parts for parts in losses)]
+    unused = [name for name in kinds if name not in losses]
     command = COMMAND + (" --size full" if size == "full" else "")
     return (
         f"{table(head, rows, 2)}\n\nGaps are in points of a hundred, over {len(sample)} rows of {count} instances: "
@@ -190,8 +186,8 @@ def measure_parts(size: Size, _pictures: Path) -> str:
     )
 
 
-def _taking_part(problem: Problem, starts: Set[str], proved: bool) -> Iterator[tuple[str, ...]]:
-    """The parts, and those of `TOGETHER`, without which an answer may differ; `starts` were the best for a while."""
+def _taking_part(problem: Problem, starts: Set[str], proved: bool) -> Iterator[str]:
+    """The parts without which an answer may differ; `starts` were the best for a while."""
     bound_us = lower_bound_us(problem)
     names = {*starts, *(name for name in COMPONENTS["bound"] if lower_bound_us(problem, {name}) < bound_us)}
     if not proved:
@@ -201,13 +197,10 @@ def _taking_part(problem: Problem, starts: Set[str], proved: bool) -> Iterator[t
             names.update(list_kinds(problem))
         if "pattern" in recipe and problem.has_modes:
             names.add("mode-rounds")
-    yield from ((name,) for of_kind in COMPONENTS.values() for name in of_kind if name in names)
-    for parts in TOGETHER:
-        if len(both := tuple(name for name in parts if name in names)) > 1:
-            yield both
+    yield from (name for of_kind in COMPONENTS.values() for name in of_kind if name in names)
 
 
-def _started(problem: Problem, without: Sequence[str] = ()) -> tuple[Solution, set[str]]:
+def _started(problem: Problem, without: Set[str] = frozenset()) -> tuple[Solution, set[str]]:
     """The best start, and the words of the names of all that were the best for a while."""
     names: set[str] = set()
     limits = Limits(float("inf"), workers=1, deterministic_limit=1.0, without=frozenset(without))
@@ -216,7 +209,7 @@ def _started(problem: Problem, without: Sequence[str] = ()) -> tuple[Solution, s
     return shared.best, names.intersection(COMPONENTS["start"])
 
 
-def _searched(problem: Problem, size: Size, begun: Solution, without: Sequence[str] = ()) -> Solution:
+def _searched(problem: Problem, size: Size, begun: Solution, without: Set[str] = frozenset()) -> Solution:
     """The answer of the searches of `auto` from a start."""
     left_out = frozenset(without).union(COMPONENTS["start"])  # they are made once, not for every part
     limits = Limits(float("inf"), workers=1, deterministic_limit=UNITS[size], without=left_out)

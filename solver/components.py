@@ -11,10 +11,7 @@ from difflib import get_close_matches
 from optpipe.errors import InputError, Issue
 
 COMPONENTS = {
-    "search": (
-        *("search", "windows", "pattern", "mode-rounds", "lists", "cp-sat", "states"),
-        *("relaxation", "part-proof", "part-bounds"),
-    ),
+    "search": (*("search", "windows", "pattern", "mode-rounds", "lists", "cp-sat", "states", "relaxation", "parts"),),
     "list kind": ("offloading-lists", "recomputing-lists", "planned-lists", "random-lists"),
     "bound": (
         *("chain", "release-order", "warmup-cooldown", "memory-time", "rounds", "shared-channel", "whole-forwards"),

@@ -45,8 +45,7 @@ SEARCHES = {
     "cp-sat": LazySearch("exact.cp_sat.model", "solve_cp_sat"),
     "milp": LazySearch("exact.milp.model", "solve_milp"),
     "relaxation": LazySearch("exact.relaxation", "relaxation_bound"),
-    "part-proof": LazySearch("exact.relaxation", "proof_by_parts"),
-    "part-bounds": LazySearch("exact.relaxation", "bound_by_parts"),
+    "parts": LazySearch("exact.relaxation", "proof_by_parts"),
 }
 """By the names that `Solution.method` and `Solution.proved_by` have. Kernels are compiled in this order."""
 

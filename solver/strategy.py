@@ -297,8 +297,7 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         proving = [
             _slice("states", 0.01, others, once=True),
             _slice("cp-sat", 0.7, others),
-            _slice("part-proof", 0.15, others),
-            _slice("part-bounds", 0.14, others),
+            _slice("parts", 0.29, others),
         ]
         if workers > 1:
             return [proving, finding]
@@ -308,7 +307,7 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
             [
                 _slice("search", 0.05, workers),
                 _slice("states", 0.25, workers, once=True),
-                _slice("part-proof", 0.1, workers),
+                _slice("parts", 0.1, workers),
                 _slice("cp-sat", 0.4, workers),
                 _slice("windows", 0.1, workers),
                 _slice("search", 0.1, workers),
@@ -385,7 +384,7 @@ def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver
         return []
     windows = _slice("windows", share, workers)
     bound = _slice("relaxation", 0.05, once=True)
-    parts = [_slice("part-proof", 0.15, workers)] if MOST_STATE_OPS < ops <= MOST_PART_OPS else []
+    parts = [_slice("parts", 0.15, workers)] if MOST_STATE_OPS < ops <= MOST_PART_OPS else []
     if not is_ordered_by_memory(problem):
         return [*parts, windows, bound]
     return [*parts, _slice("cp-sat", 0.15, workers), windows, bound]

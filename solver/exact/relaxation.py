@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
-from itertools import combinations, pairwise
-from math import ceil, floor
-from threading import Lock
+from itertools import pairwise
+from math import floor
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from solver.build import snapped_bound
 from solver.exact.cp_sat.model import ask_for_better, solve_cp_sat
 from solver.exact.memory_order import memory_precedences
 from solver.limits import Cancel, Limits
-from solver.scale import time_unit_us, value_step_us
+from solver.scale import value_step_us
 from solver.solution import INFEASIBLE, OnSolution, Solution
 
 
@@ -123,54 +122,6 @@ def _proof_by_parts_from(
             orders = found.orders
         devices.add(_latest_device(problem, kept, simulate(part, orders), start.value_us))
     return start
-
-
-def bound_by_parts(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
-    """Raise the bound by asking parts for schedules below the middle between it and the best value known of the part.
-
-    First of each device, the one that bounds most first, then of every two. Where a part has no such schedule the bound
-    rises, where it has one its value is known better; where the answer takes a quarter of the time left, the next
-    question is for less, and the second time the next part's. With several workers as many parts are asked at a time.
-    Reports each better bound; the orders of `start` come back.
-    """
-    answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem, limits.without)))
-    largest, devices, unit_us = _largest(problem), _devices_by_bound(problem), time_unit_us(problem)
-    sets = [_connected(problem, chosen) for chosen in [*((d,) for d in devices), *combinations(devices, 2)]]
-    waiting = iter([kept for kept in sets if len(kept) < len(problem.stages) and _has_possible_delays(largest, kept)])
-    own, lock, number, clocked = replace(limits, workers=1), Lock(), 0, limits.deterministic_limit is None
-
-    def ask(_: int) -> None:
-        nonlocal answer, number
-        while answer.value_us < float("inf"):
-            with lock:
-                kept = next(waiting, None)
-            if kept is None:
-                return
-            part = projected(problem, kept)
-            known_us, lowest_us, unanswered = answer.value_us, lower_bound_us(part, limits.without), 0
-            while unanswered < 2:
-                halfway_us = ceil(Fraction(answer.bound_us + known_us) / 2 / unit_us) * unit_us
-                target_us = min(float(halfway_us), known_us)
-                if target_us <= answer.bound_us:
-                    break
-                if limits.cancel.requested or (clocked and limits.seconds >= limits.time_limit_s):
-                    return
-                number += 1
-                question = own.part(0.25 if clocked else 0.5**number)
-                found = ask_for_better(part, question, Solution(None, target_us, lowest_us), lambda _: None)
-                if snapped_bound(target_us, found.bound_us, float(unit_us)) >= target_us:
-                    with lock:
-                        if target_us > answer.bound_us:
-                            answer = replace(answer, bound_us=target_us)
-                            on_solution(answer)
-                else:
-                    known_us = found.value_us
-                    unanswered += found.orders is None
-
-    workers = limits.workers if clocked else 1
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(ask, range(workers)))
-    return answer
 
 
 def projected(problem: Problem, kept: Sequence[int]) -> Problem:

@@ -40,9 +40,6 @@ INTERLEAVED = four_by_eight(15)
 LEAVES, ALL_LEAVE = uniform(8, 64, budget=8, offload=HALF), uniform(64, 256, budget=64, offload=HALF)
 
 
-PARTS = ("part-proof", "part-bounds")
-
-
 def test_the_sizes_are_what_they_are_called() -> None:
     small, medium, large, largest = map(count_ops, (SMALL, MEDIUM, LARGE, LARGEST))
     assert small <= SMALL_OPS < medium <= LARGE_OPS < large <= MOST_MODEL_OPS < largest
@@ -75,27 +72,27 @@ def test_small_problems_with_copies_have_searches_for_schedules_beside_proofs() 
     assert count_ops(problem) <= SMALL_OPS
     proving, finding = auto_subsolvers(problem, 2)
     assert {turn.method for turn in finding} == {"search", "windows"}
-    assert {turn.method for turn in proving} == {"states", "cp-sat", *PARTS}
+    assert {turn.method for turn in proving} == {"states", "cp-sat", "parts"}
 
 
 @pytest.mark.parametrize(
     ("problem", "methods"),
     [
-        (SMALL, {"search", "states", "part-proof", "cp-sat", "windows"}),
-        (MEDIUM, {"search", "pattern", "windows", "relaxation", "part-proof"}),
+        (SMALL, {"search", "states", "parts", "cp-sat", "windows"}),
+        (MEDIUM, {"search", "pattern", "windows", "relaxation", "parts"}),
         (INTERLEAVED, {"search", "states", "lists", "pattern", "cp-sat", "windows", "relaxation"}),
-        (TIGHT, {"search", "pattern", "cp-sat", "windows", "relaxation", "part-proof"}),
-        (LEAVES, {"search", "lists", "pattern", "windows", "relaxation", "part-proof"}),
+        (TIGHT, {"search", "pattern", "cp-sat", "windows", "relaxation", "parts"}),
+        (LEAVES, {"search", "lists", "pattern", "windows", "relaxation", "parts"}),
         (ALL_LEAVE, {"search", "lists", "pattern"}),
         (LARGE, {"search", "pattern", "windows", "relaxation"}),
         (LARGEST, {"search", "pattern"}),
-        (MODES_SMALL, {"search", "states", "part-proof", "cp-sat", "windows"}),
+        (MODES_SMALL, {"search", "states", "parts", "cp-sat", "windows"}),
         (MODES_LARGE, {"search", "lists", "pattern", "windows", "cp-sat"}),
         (MODES_LARGEST, {"search", "lists", "pattern"}),
-        (UNITS_SMALL, {"search", "states", "part-proof", "cp-sat", "windows"}),
+        (UNITS_SMALL, {"search", "states", "parts", "cp-sat", "windows"}),
         (UNITS_LARGE, {"search", "pattern", "cp-sat", "windows"}),
         (UNITS_LARGEST, {"search", "pattern"}),
-        (UNSPLIT, {"search", "states", "part-proof", "cp-sat", "windows"}),
+        (UNSPLIT, {"search", "states", "parts", "cp-sat", "windows"}),
     ],
     ids=[
         "small",

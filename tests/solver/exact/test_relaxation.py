@@ -23,7 +23,7 @@ from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.build import over_budget, peak_budgets, within_budgets
 from solver.exact import relaxation
 from solver.exact.cp_sat.model import Options, ask_for_better, solve_cp_sat
-from solver.exact.relaxation import bound_by_parts, projected, proof_by_parts, relaxation_bound, restricted
+from solver.exact.relaxation import projected, proof_by_parts, relaxation_bound, restricted
 from solver.limits import Limits
 from solver.published.ada_offload import in_flight_orders
 from solver.serial import serial_orders
@@ -92,25 +92,6 @@ def test_knows_more_than_the_closed_forms() -> None:
     assert reported[-1].orders is start.orders
 
 
-def test_questions_halfway_come_near_the_optimum_of_a_device() -> None:
-    """5,484 us is what the last device and both ends need at the least, and the best schedule known takes."""
-    problem = four_by_eight(70)
-    start = Solution(None, 5514.0, 0.0)
-    answer = bound_by_parts(problem, Limits(workers=1, deterministic_limit=1.0), start, [].append)
-    assert lower_bound_us(problem) < 5300 < answer.bound_us <= 5484
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_questions_halfway_prove_what_a_device_needs(workers: int) -> None:
-    """The first and the last device need as long as all four, and every question about them is answered."""
-    problem = uniform(4, 5, budget=4, backward_weight_bytes=2, offload=HALF)
-    reported: list[Solution] = []
-    limits = Limits(workers=workers, time_limit_s=float("inf"))
-    answer = bound_by_parts(problem, limits, Solution(None, 246.0, 0.0), reported.append)
-    assert lower_bound_us(problem) < answer.bound_us == reported[-1].bound_us == 246
-    assert answer.orders is None
-
-
 @pytest.mark.parametrize("name", sorted(name for name in PROVED if "-p4-" in name))
 def test_is_never_above_a_proved_optimum(name: str) -> None:
     problem = instance(name)
@@ -129,11 +110,6 @@ def test_no_schedule_is_below(problem: Problem) -> None:
     # Not from below: without a bound to begin with, that asks for a schedule at each single step of the grid.
     best = solve_cp_sat(problem, limits, start, lambda answer: None, Options(climb=False))
     assert bound_of(problem, start) <= best.value_us + 1e-9
-    reported: list[Solution] = []
-    raised = bound_by_parts(problem, limits, best, reported.append)
-    assert raised.bound_us <= best.value_us + 1e-9
-    assert raised.orders is best.orders
-    assert [answer.bound_us for answer in reported] == sorted({answer.bound_us for answer in reported})
 
 
 @settings(max_examples=examples(25))
