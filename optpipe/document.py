@@ -71,6 +71,10 @@ class Document(BaseModel):
         """The document as plain JSON values, with only the fields that were given."""
         return self.model_dump(mode="json", exclude_unset=True)
 
+    def replaced(self, **changes: Any) -> Self:
+        """The document with other values of some fields, unchecked: derived values may exceed the limits of fields."""
+        return self.model_construct(**{name: getattr(self, name) for name in self.model_fields_set} | changes)
+
     def to_json(self) -> str:
         """The document as compact JSON, in the order of the fields."""
         return json.dumps(self.to_data(), separators=(",", ":"), allow_nan=False)

@@ -10,10 +10,12 @@ Read by ops, costs, `task_graph` and all that follow from it, by the compiler, e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, reduce
 from graphlib import TopologicalSorter
-from typing import Literal, NamedTuple
+from operator import add
+from typing import Any, Literal, NamedTuple
 
 StreamName = Literal["compute", "offload", "reload"]
 STREAMS: tuple[StreamName, ...] = ("compute", "offload", "reload")
@@ -86,6 +88,21 @@ class Kind:
         """The duties that it covers, the leading one first."""
         return self.covers or (self.name,)
 
+    def duration(self, times: Mapping[TimeName, Any]) -> Any:
+        """Duration for these times: numbers, or arrays. Added in the order of `times`, so that floats round alike."""
+        return reduce(add, [times[name] for name in self.times])
+
+    def device_change(self, sizes: Mapping[SizeName, Any]) -> tuple[Any, Any]:
+        """Signed changes of device memory at the start and at the end, for these sizes: numbers, or arrays."""
+        taken, during, freed, left = (
+            sum(sizes[name] for name in names) for names in (self.takes, self.during, self.frees, self.leaves)
+        )
+        return taken + during, left - freed - during
+
+    def host_change(self, sizes: Mapping[SizeName, Any]) -> tuple[Any, Any]:
+        """Signed changes of host memory at the start and at the end, for these sizes."""
+        return sum(sizes[name] for name in self.host_takes), -sum(sizes[name] for name in self.host_frees)
+
 
 ROWS = (
     Kind(
@@ -150,8 +167,11 @@ STREAM_OF_KIND = tuple(STREAMS.index(row.stream) for row in ROWS)
 """Index into STREAMS of the stream of each kind."""
 
 DUTIES = tuple(row.name for row in ROWS if not row.covers)
+OPTIONAL = ("O", "R", "C")
+"""Duties of units in some activation modes alone."""
 
 
+@cache
 def covering(*duties: str) -> tuple[str, ...]:
     """Names of the kinds that cover all of the duties."""
     return tuple(row.name for row in ROWS if {*duties} <= {*row.duties})
@@ -200,11 +220,12 @@ PASSAGE = tuple(
 """Duties in the order in which a unit goes through them on a stage."""
 
 
-def needs_of(kind: str) -> Iterator[Need]:
-    """What an op of a kind needs: what its duties do, each once, without what it covers itself."""
+@cache
+def needs_of(kind: str) -> tuple[Need, ...]:
+    """All that an op of a kind needs: what its duties do, each once, without what it covers itself."""
     own = KIND[kind].duties
     needs = dict.fromkeys(need for duty in own for need in KIND[duty].needs)
-    return (need for need in needs if need.stage or need.slice or need.duty not in own)
+    return tuple(need for need in needs if need.stage or need.slice or need.duty not in own)
 
 
 class Precedence(NamedTuple):
@@ -220,17 +241,23 @@ class Precedence(NamedTuple):
 
 def _precedences() -> Iterator[Precedence]:
     for duty in PASSAGE:
-        needs = {row.name: [*needs_of(row.name)] for row in ROWS if row.duties[0] == duty}
+        needs = {row.name: needs_of(row.name) for row in ROWS if row.duties[0] == duty}
         for need in dict.fromkeys(need for of_kind in needs.values() for need in of_kind):
             if not need.slice:  # the order within a stage says so
                 after = [kind for kind, of_kind in needs.items() if need in of_kind]
-                yield Precedence(need, codes(covering(need.duty)), codes(after))
+                yield Precedence(need, DOERS[need.duty], codes(after))
 
 
 def codes(names: Iterable[str]) -> tuple[int, ...]:
     """Indices of kinds into KINDS."""
     return tuple(CODE[name] for name in names)
 
+
+SEQUENCES = {duty: codes(row.name for row in ROWS if row.duties[0] == duty) for duty in DUTIES}
+"""Codes of the kinds that share one sequence of units on a stage, by their leading duty."""
+
+DOERS = {duty: codes(covering(duty)) for duty in DUTIES}
+"""Codes of the kinds that cover each duty."""
 
 PRECEDENCES = tuple(_precedences())
 """Rules between the ops of one unit, in the order in which it goes through them, one op a leading duty."""

@@ -21,10 +21,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.costs import Costs, Effect
+from optpipe.costs import Effect
 from optpipe.ops import DeviceOrders, Op, OpArray
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.task_graph import lower
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -69,7 +70,8 @@ def planned_memory(schedule: Schedule, device: int) -> Curve:
     ops = OpArray.joined([stream.ops for stream in streams])
     start_us = np.concatenate([stream.start_us for stream in streams])
     end_us = np.concatenate([stream.end_us for stream in streams])
-    return memory_curve(start_us, end_us, Costs(schedule.problem, schedule.modes).device_effects(ops))
+    graph = lower(schedule.problem)
+    return memory_curve(start_us, end_us, graph.device_bytes[graph.types(ops, schedule.modes)])
 
 
 Times = Mapping[Op, tuple[float, float]]
@@ -90,16 +92,17 @@ def derive_waits(
     earlier ones imply.
     """
     waits: dict[Op, list[Op]] = defaultdict(list)
-    costs = Costs(problem, modes)
+    graph = lower(problem)
     for device in devices:
         if not device.offload:
             continue
         streams = [OpArray.of(stream) for stream in device.streams()]
-        compute, offload, reload = ((ops, costs.device_effects(ops)) for ops in streams)
+        types = [graph.types(ops, modes) for ops in streams]
+        compute, offload, reload = ((ops, graph.device_bytes[own]) for ops, own in zip(streams, types, strict=True))
         for acquirers, releasers in ((compute, offload), (reload, offload), (reload, compute)):
             _add(waits, acquirers, releasers, planned, tolerance)
         if problem.host_memory_bytes is not None:
-            offload, reload = ((ops, costs.host_effects(ops)) for ops in streams[1:])
+            offload, reload = ((ops, graph.host_bytes[own]) for ops, own in zip(streams[1:], types[1:], strict=True))
             _add(waits, offload, reload, planned, tolerance)
     return dict(waits)
 

@@ -9,11 +9,11 @@ own costs on each stage: those of the stage times factors. `Problem.stage_of` gi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from optpipe.stage import SliceFactors, Stage, UnitFactors, UnitStage, exact, sc
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 MAX_PROBLEM_BYTES = 16 * 2**20
 """Enough for tens of thousands of stages; a larger file is some other kind of file."""
@@ -433,6 +434,17 @@ class Problem(Displayed, Document):
             for stages in self.stages_of
         ]
 
+    def derived(self, make: Callable[[Problem], T]) -> T:
+        """The result of `make` for this problem, made once and kept with it."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        result: T = self._derived[make]
+        return result
+
+    @cached_property
+    def _derived(self) -> dict[Callable[[Problem], Any], Any]:
+        return {}
+
     @cached_property
     def has_modes(self) -> bool:
         """True if some stage has activation modes besides `kept` and `offload`."""
@@ -441,14 +453,19 @@ class Problem(Displayed, Document):
     def with_microbatches(self, count: int) -> Self:
         """The problem with another number of microbatches, all of them alike (`has_factors` is False)."""
         assert not self.has_factors, "which microbatches are left out, or come more than once, is not said"
-        return self.from_data(self.to_data() | {"microbatches": count, "microbatch_factors": None})
+        return self.replaced(microbatches=count, microbatch_factors=None)
+
+    def with_equal_units(self) -> Self:
+        """The problem whose units all have the costs that its stages state."""
+        if not self.has_factors:
+            return self
+        stages = [stage.replaced(slice_factors=None, slice_gradient_bytes=0) for stage in self.stages]
+        slices = self.slices and Slices.model_construct(count=self.slices.count)
+        return self.replaced(microbatch_factors=None, slices=slices, stages=stages)
 
     def without_modes(self) -> Self:
         """The problem in which every activation is kept, or offloaded whole."""
-        data = self.to_data()
-        for stage in data["stages"]:
-            stage.pop("modes", None)
-        return self.from_data(data)
+        return self.replaced(stages=[stage.replaced(modes=[]) for stage in self.stages])
 
     @cached_property
     def channel_groups(self) -> Sequence[Sequence[int]]:

@@ -20,18 +20,30 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.costs import Costs
 from optpipe.errors import DeadlockError, OrderError
-from optpipe.kinds import KINDS, STREAM_OF_KIND, STREAMS
+from optpipe.kinds import (
+    CODE,
+    COPIES,
+    DOERS,
+    DUTIES,
+    HALVES,
+    KIND,
+    KINDS,
+    PRECEDENCES,
+    RECOMPUTATIONS,
+    SEQUENCES,
+    STREAM_OF_KIND,
+    STREAMS,
+    codes,
+    covering,
+)
 from optpipe.memory import Curve, memory_curve
 from optpipe.ops import Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
-from optpipe.stage import Mode
+from optpipe.task_graph import lower
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-F, B, W, BW, O, R, C, CB, CBW = range(len(KINDS))  # noqa: E741 (the field's names for ops)
 
 
 @dataclass(frozen=True)
@@ -80,18 +92,22 @@ class Simulation:
 
     def host_memory(self) -> Curve:
         """Offloaded bytes of all devices on the host over time; what comes and goes at an instant is there at it."""
-        copies = np.flatnonzero((self.ops.kind == O) | (self.ops.kind == R))
+        copies = np.flatnonzero(np.isin(self.ops.kind, codes(COPIES)))
         ops, start_us, end_us = self.ops[copies], self.start_us[copies], self.end_us[copies]
         left_us = np.full((len(self.problem.stages), self.problem.units), np.nan)
-        offloads = ops.kind == O
+        effects = self._effects(lower(self.problem).host_bytes, ops)
+        offloads = ops.kind == CODE["O"]
         left_us[ops.stage[offloads], ops.microbatch[offloads]] = start_us[offloads]
         at_once = ~offloads & (end_us == left_us[ops.stage, ops.microbatch])
         end_us = np.where(at_once, np.nextafter(end_us, np.inf), end_us)
-        return memory_curve(start_us, end_us, Costs(self.problem, self.modes).host_effects(ops))
+        return memory_curve(start_us, end_us, effects)
 
     @cached_property
     def _device_effects(self) -> Ints:
-        return Costs(self.problem, self.modes).device_effects(self.ops)
+        return self._effects(lower(self.problem).device_bytes, self.ops)
+
+    def _effects(self, of_types: Ints, ops: OpArray) -> Ints:
+        return of_types[lower(self.problem).types(ops, self.modes)]
 
 
 def simulate(problem: Problem, orders: Orders) -> Simulation:
@@ -126,9 +142,8 @@ class UnitTimes:
         self.size = network.size
         """Number of ops."""
         self._objective = problem.objective
-        copies = (network.kind == O) | (network.kind == R)
-        self._row = np.where(copies, 1, 0)  # of the factors: times, bytes, transfers
-        self._unit, self._ns = network.microbatch, network.duration * 1000
+        self._row = np.isin(network.ops.kind, codes(COPIES)).astype(np.int64)  # of the factors: times, bytes, transfers
+        self._unit, self._ns = network.ops.microbatch, network.duration * 1000
         rank = np.empty(network.size, np.int64)
         rank[sequence] = np.arange(network.size)
         edges = np.argsort(rank[target], kind="stable")
@@ -168,11 +183,17 @@ def _spans_in_order(
     return start, start + end
 
 
+_FIELD_OF_TIME = {
+    "offload": "offload", "reload": "offload", "recompute": "recompute_us", "recompute_inside": "segment_bytes"
+}  # fmt: skip
+"""The field of a mode without which it has no ops of that time."""
+
+
 class _Network:
     """Precedence graph of orders: a node per op, and edges (source, target, delay) from every rule."""
 
     def __init__(self, problem: Problem, orders: Orders) -> None:
-        self.problem = problem
+        self.problem, self.graph = problem, lower(problem)
         streams = [_columns(stream) for device in orders.devices for stream in device.streams()]
         self.ops = OpArray.joined([OpArray([], [], []), *streams])  # there may be no devices
         self.size = len(self.ops)
@@ -180,12 +201,15 @@ class _Network:
         stream = np.repeat(np.arange(len(self.lengths)), self.lengths)
         self.follows = 1 + np.flatnonzero(stream[1:] == stream[:-1])
         self.device = stream // len(STREAMS)
-        self.kind, self.stage, self.microbatch = self.ops.kind, self.ops.stage, self.ops.microbatch
         self._check_inside()
         self._check_permutation(orders.microbatch_order)
-        self.at = self._positions(stream % len(STREAMS), orders.microbatch_order)
+        self._there = {*np.flatnonzero(np.bincount(self.ops.kind)).tolist()}
+        self._nodes_by_kinds: dict[tuple[int, ...], Ints] = {}
+        self.at = self._positions(stream % len(STREAMS))
         self._check_modes(orders.modes)
-        self.duration = Costs(problem, orders.modes).duration_us(self.ops)
+        self.duration = self.graph.duration_us[self.graph.types(self.ops, orders.modes)]
+        self._check_duties(orders.modes)
+        self._check_unit_order(orders.microbatch_order)
         self.edges = self._edges(orders)
 
     def _check_inside(self) -> None:
@@ -210,88 +234,79 @@ class _Network:
         if self.problem.microbatch_order == "given" and list(microbatch_order) != ascending:
             raise OrderError("microbatch_order is not ascending, but the problem's microbatch_order is 'given'")
 
-    def _positions(self, stream: Ints, microbatch_order: Sequence[int] | None) -> Ints:
+    def _positions(self, stream: Ints) -> Ints:
         """Node of each (kind, stage, unit), -1 if absent. Raises OrderError for a repeated or misplaced op."""
-        home = np.asarray([s.device for s in self.problem.stages])[self.stage]
-        own_stream = np.asarray(STREAM_OF_KIND)[self.kind]
+        ops, nodes = self.ops, np.arange(self.size)
+        home, own_stream = self.graph.device[ops.stage], np.asarray(STREAM_OF_KIND)[ops.kind]
         misplaced = (home != self.device) | (own_stream != stream)
         if misplaced.any():
             k = int(np.argmax(misplaced))
             where = f"device {self.device[k]}, stream {STREAMS[stream[k]]}"
-            raise OrderError(f"{self.ops[k]} is on {where}, but belongs to device {home[k]}, {self.ops[k].stream}")
+            raise OrderError(f"{ops[k]} is on {where}, but belongs to device {home[k]}, {ops[k].stream}")
         at = np.full((len(KINDS), len(self.problem.stages), self.problem.units), -1, np.int64)
-        at[self.kind, self.stage, self.microbatch] = np.arange(self.size)
-        repeated = at[self.kind, self.stage, self.microbatch] != np.arange(self.size)
+        at[ops.kind, ops.stage, ops.microbatch] = nodes
+        repeated = at[ops.kind, ops.stage, ops.microbatch] != nodes
         if repeated.any():
-            raise OrderError(f"{self.ops[int(np.argmax(repeated))]} is there more than once")
-        self._check_complete(at >= 0)
-        self._check_unit_order(at, microbatch_order)
+            raise OrderError(f"{ops[int(np.argmax(repeated))]} is there more than once")
         return at
 
-    def _check_complete(self, present: NDArray[np.bool_]) -> None:
-        def first(missing: NDArray[np.bool_], message: str) -> None:
-            if missing.any():
-                s, i = (int(x) for x in np.argwhere(missing)[0])
-                raise OrderError(message.format(f"{s}.{i}"))
-
-        fused = present[BW] | present[CBW]
-        first(~present[F], "F{} is missing")
-        first(~(present[B] | present[CB] | fused), "B{0} (or BW{0}) is missing")
-        first(fused & (present[B] | present[W] | present[CB]), "BW{0} is there together with B{0} or W{0}")
-        first(~fused & ~present[W], "W{} is missing")
-        first((present[B] & present[CB]) | (present[BW] & present[CBW]), "two backwards of {0} are there")
-        first(present[O] != present[R], "only one of O{0} and R{0} is there")
-        for s, stage in enumerate(self.problem.stages):
-            if not stage.split_backward and present[W, s].any():
-                raise OrderError(
-                    f"W{s}.{int(np.argmax(present[W, s]))} is there, but stages[{s}].split_backward is false"
-                )
-
     def _check_modes(self, modes: Ints | None) -> None:
-        """Reject an op that its microbatch's mode does not have, and a microbatch that lacks one."""
-        present = self.at >= 0
-        stages = self.problem.stages
-        if modes is None:
-            for s, stage in enumerate(stages):
-                if stage.offload is None and present[O, s].any():
-                    raise OrderError(f"O{s}.{int(np.argmax(present[O, s]))} is there, but stages[{s}].offload is null")
-            recomputed = present[[C, CB, CBW]].any(axis=0)
-            if recomputed.any():
-                s, i = (int(x) for x in np.argwhere(recomputed)[0])
-                raise OrderError(f"microbatch {i} is recomputed on stage {s}, but the orders have no modes")
-            return
-        counts = np.array([len(stage.choices) for stage in stages])[:, None]
-        if modes.shape != present.shape[1:] or ((modes < 0) | (modes >= counts)).any():
-            raise OrderError(f"modes must hold the number of a mode for each of {len(stages)} stages and microbatch")
+        """Reject modes of another shape, or of numbers that a stage does not have."""
+        counts = self.graph.options[:, None]
+        if modes is not None and (modes.shape != self.at.shape[1:] or ((modes < 0) | (modes >= counts)).any()):
+            raise OrderError(f"modes must hold the number of a mode for each of {len(counts)} stages and microbatch")
 
-        def of_modes(rule: Callable[[Mode], bool]) -> NDArray[np.bool_]:
-            table = np.zeros((len(stages), counts.max()), bool)
-            for s, stage in enumerate(stages):
-                table[s, : len(stage.choices)] = [rule(mode) for mode in stage.choices]
-            return table[np.arange(len(stages))[:, None], modes]
-
-        inside = present[CB] | present[CBW]
-        leaves = of_modes(lambda mode: mode.offload is not None)
-        again = of_modes(lambda mode: mode.recomputes)
-        by_segments = of_modes(lambda mode: mode.segment_bytes is not None)
-        for wrong, detail in (
-            (present[O] & ~leaves, "O{0} is there, but its mode {1!r} does not offload"),
-            (leaves & ~present[O], "O{0} is missing: its mode {1!r} offloads"),
-            ((present[C] | inside) & ~again, "{0} is recomputed, but its mode {1!r} keeps all"),
-            (again & ~present[C] & ~inside, "{0} is in mode {1!r}, but neither C nor CB or CBW is there"),
-            (present[C] & inside, "{0} is recomputed twice, by C and by CB or CBW"),
-            (inside & ~by_segments, "CB or CBW of {0} is there, but its mode {1!r} has no segment_bytes"),
-        ):
+    def _check_duties(self, modes: Ints | None) -> None:
+        """Reject an op that its microbatch's mode does not have, and a duty of one that no op does, or that two do."""
+        present, stages = self.at >= 0, self.problem.stages
+        options = modes if modes is not None else np.zeros((len(stages), 1), np.int64)
+        if modes is None and not self._there.isdisjoint(codes(COPIES)):
+            options = np.where(present[[*codes(COPIES)]].any(axis=0), self.graph.whole_option[:, None], 0)
+        absent = np.isnan(self.duration)
+        if absent.any():
+            op = self.ops[int(np.argmax(absent))]
+            mode = self._mode_name(op.stage, op.microbatch, options)
+            field = next(_FIELD_OF_TIME[time] for time in KIND[op.kind].times if time in _FIELD_OF_TIME)
+            maybe = ". Maybe the orders lack their modes" if modes is None and op.kind in RECOMPUTATIONS else ""
+            raise OrderError(f"{op} is there, but its mode {mode!r} has no {field}{maybe}")
+        for s in [s for s, stage in enumerate(stages) if not stage.split_backward]:
+            halves = np.argwhere(present[[*codes(HALVES)], s])
+            if len(halves):
+                half, i = halves[0].tolist()
+                raise OrderError(f"{HALVES[half]}{s}.{i} is there, but stages[{s}].split_backward is false")
+        for duty, doers in DOERS.items():
+            there, needed = [kind for kind in doers if kind in self._there], self.graph.duties[duty]
+            if not there and not needed.any():
+                continue
+            done = present[there].sum(axis=0) if len(there) != 1 else present[there[0]]
+            wrong = done != np.take_along_axis(needed, options, 1)
             if wrong.any():
-                s, i = (int(x) for x in np.argwhere(wrong)[0])
-                raise OrderError(detail.format(f"{s}.{i}", stages[s].choices[modes[s, i]].name))
+                s, i = np.argwhere(wrong)[0].tolist()
+                raise self._wrong_duty(duty, s, i, options)
 
-    def _check_unit_order(self, at: Ints, microbatch_order: Sequence[int] | None) -> None:
-        """Reject units out of order within one kind of op of one stage; BW counts as B, not as W."""
-        ahead, back = (self.problem.units_in_order(kind, microbatch_order) for kind in "FB")
-        units = at.shape[2]
-        forwards, others = at[[F, O]][..., ahead].reshape(-1, units), at[[W, R, C]][..., back].reshape(-1, units)
-        rows = np.concatenate([forwards, others, _backwards(at)[:, back]])
+    def _mode_name(self, s: int, i: int, options: Ints) -> str:
+        option = int(np.broadcast_to(options, self.at.shape[1:])[s, i])
+        return self.problem.stages[s].choices[option].name
+
+    def _wrong_duty(self, duty: str, s: int, i: int, options: Ints) -> OrderError:
+        nodes = self.at[:, s, i]
+        there = [f"{kind}{s}.{i}" for kind in covering(duty) if nodes[CODE[kind]] >= 0]
+        if there:
+            return OrderError(f"{there[1]} is there together with {there[0]}: both do {duty}")
+        mode, undone = self._mode_name(s, i, options), {duty for duty in DUTIES if (nodes[[*DOERS[duty]]] < 0).all()}
+        first, *others = [f"{kind}{s}.{i}" for kind in covering(duty) if {*KIND[kind].duties} <= undone]
+        or_others = f" (or {' or '.join(others)})" if others else ""
+        return OrderError(f"{first}{or_others} is missing: its mode is {mode!r}")
+
+    def _check_unit_order(self, microbatch_order: Sequence[int] | None) -> None:
+        """Reject units out of order within one sequence of a stage: of the kinds with one leading duty."""
+        parts = []
+        for first in ("F", "B"):  # duties in the order of forwards, then those in the order of backwards
+            units = self.problem.units_in_order(first, microbatch_order)
+            kinds = [alike for duty, alike in SEQUENCES.items() if KIND[duty].ascends == KIND[first].ascends]
+            nodes = [self._nodes_of(alike) for alike in kinds if not self._there.isdisjoint(alike)]
+            parts.append(np.concatenate(nodes)[:, units])
+        rows = np.concatenate(parts)
         latest = np.maximum.accumulate(rows, axis=1)[:, :-1]  # of those before that are present
         wrong = (rows[:, 1:] >= 0) & (rows[:, 1:] < latest)
         if wrong.any():
@@ -312,19 +327,25 @@ class _Network:
         yield self.follows - 1, self.follows, np.zeros(len(self.follows))
 
     def _rule_edges(self) -> Iterator[tuple[Ints, Ints, Floats]]:
-        at = self.at
-        backward = _backwards(at)  # gives the gradient that the previous stage waits for
-        delays = self.problem.unit_delays_us
-        yield self._between(at[F][:-1], at[F][1:], delays["forward"])
-        yield self._between(backward[1:], backward[:-1], delays["backward"])
-        for before, after in (
-            *((at[F], backward), (backward, at[W]), (at[F], at[O]), (at[O], at[R]), (at[R], backward)),
-            *((at[F], at[C]), (at[R], at[C]), (at[C], backward)),
-        ):
-            yield self._between(before, after, 0.0)
+        for need, before, after in PRECEDENCES:
+            if self._there.isdisjoint(before) or self._there.isdisjoint(after):
+                continue
+            first, then, delay = self._nodes_of(before), self._nodes_of(after), np.zeros(1)
+            if need.direction is not None:
+                behind, ahead = slice(None, -1), slice(1, None)
+                first, then = (first[behind], then[ahead]) if need.stage < 0 else (first[ahead], then[behind])
+                delay = self.graph.delays_us[need.direction]
+            yield self._between(first, then, delay)
+
+    def _nodes_of(self, kinds: Sequence[int]) -> Ints:
+        """Node of the one op of these kinds of each unit on each stage; -1 if absent."""
+        there = tuple(kind for kind in kinds if kind in self._there)
+        if there not in self._nodes_by_kinds:
+            self._nodes_by_kinds[there] = self.at[[*there]].max(axis=0) if len(there) > 1 else self.at[there[0]]
+        return self._nodes_by_kinds[there]
 
     @staticmethod
-    def _between(before: Ints, after: Ints, delay: Floats | float) -> tuple[Ints, Ints, Floats]:
+    def _between(before: Ints, after: Ints, delay: Floats) -> tuple[Ints, Ints, Floats]:
         """Edges between nodes at equal positions of two arrays (stages, units), where both are present."""
         both = (before >= 0) & (after >= 0)
         return before[both], after[both], np.broadcast_to(delay, before.shape)[both]
@@ -348,12 +369,6 @@ class _Network:
         if (nodes < 0).any():
             raise OrderError(f"a wait or a channel names {named[int(np.argmin(nodes))]}, which is in no stream")
         return nodes
-
-
-def _backwards(at: Ints) -> Ints:
-    """Node of the one backward other than W of each microbatch on each stage; -1 if absent."""
-    nodes: Ints = at[[B, BW, CB, CBW]].max(axis=0)
-    return nodes
 
 
 def _columns(ops: Sequence[Op]) -> OpArray:

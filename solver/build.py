@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.costs import Costs
 from optpipe.errors import VerificationError
 from optpipe.kinds import KINDS, PASSAGE, ROWS, STREAM_OF_KIND, STREAMS
 from optpipe.memory import Times, derive_waits
@@ -16,6 +15,7 @@ from optpipe.ops import DeviceOrders, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.schedule import PlannedOps, Schedule, named_modes, relative_gap, shared_channels
 from optpipe.simulate import Simulation, simulate
+from optpipe.task_graph import lower
 from optpipe.verify import verify
 from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.scale import MAX_STEPS, value_step_us
@@ -29,7 +29,7 @@ def build_schedule(problem: Problem, orders: Orders, bound_us: float, method: st
 
     Raises VerificationError if any rule or budget is broken, or the bound exceeds the value: a bug of the caller.
     """
-    simulation, costs = simulate(problem, orders), Costs(problem, orders.modes)
+    simulation = simulate(problem, orders)
     waits = _named_waits(simulation, orders)
     value = simulation.value_us
     bound = snapped_bound(value, bound_us, value_step_us(problem))
@@ -46,7 +46,7 @@ def build_schedule(problem: Problem, orders: Orders, bound_us: float, method: st
             "method": method,
             "solve_seconds": round(seconds, 3),
             **_stated_order(problem, orders),
-            "devices": [_device(orders, simulation, costs, waits, value, d) for d in range(len(problem.devices))],
+            "devices": [_device(orders, simulation, waits, value, d) for d in range(len(problem.devices))],
         }
     )
     verdict = verify(schedule)
@@ -88,17 +88,15 @@ def _named_waits(simulation: Simulation, orders: Orders) -> NamedWaits:
     return index[order], waits.before[order].names.split()
 
 
-def _device(
-    orders: Orders, simulation: Simulation, costs: Costs, waits: NamedWaits, value_us: float, d: int
-) -> dict[str, Any]:
-    device = orders.devices[d]
+def _device(orders: Orders, simulation: Simulation, waits: NamedWaits, value_us: float, d: int) -> dict[str, Any]:
+    device, graph = orders.devices[d], lower(simulation.problem)
     first = simulation.device_slice(d).start
     plan: dict[str, Any] = {}
     for name, stream in zip(STREAMS, device.streams(), strict=True):
         plan[name] = _planned(waits, simulation, slice(first, first + len(stream)))
         first += len(stream)
     # The problem's own durations, which ends minus starts give only up to rounding.
-    busy = float(sum(costs.duration_us(plan["compute"].ops).tolist()))
+    busy = float(sum(graph.duration_us[graph.types(plan["compute"].ops, orders.modes)].tolist()))
     plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
     peak = worst_case_peak_bytes(simulation.problem, _streams(device), orders.waits, orders.modes)
     plan["peak_bytes_any_timing"] = peak
@@ -163,7 +161,7 @@ def orders_from_times(
     at most `tolerance` count as equal where waits are derived.
     """
     ops = _in_order(problem, planned, microbatch_order)
-    lists = np.array([stage.device for stage in problem.stages])[ops.stage] * len(STREAMS)
+    lists = lower(problem).device[ops.stage] * len(STREAMS)
     lists += np.asarray(STREAM_OF_KIND)[ops.kind]
     by_list = np.argsort(lists, kind="stable")
     ends = np.cumsum(np.bincount(lists, minlength=len(problem.devices) * len(STREAMS)))

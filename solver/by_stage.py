@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from optpipe.costs import Costs
 from optpipe.errors import DeadlockError, InputError
 from optpipe.kinds import CODE, COPIES, KINDS, PLAIN_BACKWARD, RECOMPUTATIONS, codes
 from optpipe.ops import Bools, DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.stage import Stage
+from optpipe.task_graph import lower
 from solver.build import within_budgets
 from solver.scale import count_ops
 from solver.variants import Variant, variants
@@ -213,13 +213,13 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
     if orders.modes is None:
         return orders
     modes, sizes = orders.modes.copy(), _sizes_bytes(problem)
-    costs, devices = Costs(problem, orders.modes), []
+    graph, devices = lower(problem), []
     for device, entry in zip(orders.devices, problem.devices, strict=True):
         if device.offload or entry.memory_bytes is None:
             devices.append(device)
             continue
         ops = OpArray.of(device.compute)
-        changes = costs.device_effects(ops)
+        changes = graph.device_bytes[graph.types(ops, orders.modes)]
         after = np.cumsum(changes.sum(axis=1))
         forward = np.flatnonzero(ops.kind == CODE["F"])
         first = np.zeros(modes.shape, np.int64)

@@ -15,9 +15,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.costs import device_effect, effect_table
 from optpipe.ops import Floats, Ints, OpArray, Orders
 from optpipe.problem import Problem
+from optpipe.task_graph import lower
 
 Records = NDArray[Any]
 
@@ -74,9 +74,12 @@ class Timeline(NamedTuple):
 def op_costs(problem: Problem) -> Records:
     """Costs of F, B and W of every stage: an array (3, stages) of OP_COSTS."""
     costs = np.zeros((3, len(problem.stages)), OP_COSTS)
-    costs["duration_us"] = [[stage.duration_us(kind) for stage in problem.stages] for kind in "FBW"]
-    costs["delay_us"][F, 1:], costs["delay_us"][B, :-1] = problem.forward_delay_us, problem.backward_delay_us
-    effects = effect_table(problem, device_effect)[:3]
+    graph = lower(problem.with_equal_units())
+    types = graph.plain_types[[F, B, W]]
+    costs["duration_us"], effects = graph.duration_us[types], graph.device_bytes[types]
+    costs["delay_us"][F, 1:], costs["delay_us"][B, :-1] = (
+        graph.delays_us[direction][:, 0] for direction in ("forward", "backward")
+    )
     costs["change_bytes"] = effects.sum(axis=2)
     costs["need_bytes"] = np.maximum(effects[:, :, 0], costs["change_bytes"])
     return costs

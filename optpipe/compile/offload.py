@@ -40,11 +40,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from optpipe.compile.program import Action, Slab
-from optpipe.costs import Costs
 from optpipe.kinds import BACKWARDS
 from optpipe.memory import Times
 from optpipe.ops import DeviceOrders, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
+from optpipe.task_graph import lower
 
 Moment = tuple[float, bool]
 """Sort key of an instant: time in us; at equal times a zero-length offload comes before a zero-length reload."""
@@ -96,7 +96,8 @@ def plan_slabs(problem: Problem, planned: Times, modes: Ints | None = None) -> H
     """Assign a slab to every offload. `planned` holds the times of every O and R, `modes` are those of `Orders`."""
     stays: list[list[_Stay]] = [[] for _ in problem.devices]
     offloads = [op for op in planned if op.kind == "O"]
-    sizes_bytes = Costs(problem, modes).host_effects(OpArray.of(offloads))[:, 0].tolist()
+    graph = lower(problem)
+    sizes_bytes = graph.host_bytes[graph.types(OpArray.of(offloads), modes), 0].tolist()
     for op, size_bytes in zip(offloads, sizes_bytes, strict=True):
         start_us, end_us = planned[op]
         reload_us, back_us = planned[Op("R", op.stage, op.microbatch)]

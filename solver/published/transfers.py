@@ -19,11 +19,11 @@ from math import inf
 
 import numpy as np
 
-from optpipe.costs import device_effect, effect_table
-from optpipe.kinds import KINDS, WITHOUT_MODES
+from optpipe.kinds import KINDS, WITHOUT_MODES, codes
 from optpipe.ops import DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from optpipe.task_graph import lower
 from solver.published.transfer_kernel import (
     DEVICE,
     FIRST,
@@ -85,7 +85,9 @@ class TransferPlanner:
 
     def _course(self) -> Course:
         problem, stages, devices = self.problem, self.problem.stages, len(self.compute)
-        effects = effect_table(problem, device_effect)[: len(WITHOUT_MODES)]
+        graph = lower(problem.with_equal_units())
+        types = graph.plain_types[[*codes(WITHOUT_MODES)]]
+        effects = graph.device_bytes[types]
         change = effects.sum(axis=2)
         listed, first_stage = _flat(problem.stages_of)
         member, first_member = _flat(problem.channel_groups)
@@ -95,10 +97,7 @@ class TransferPlanner:
         device[FIRST_MEMBER, : len(first_member)] = first_member
         device[MEMBER, :devices] = member
         device[GROUP, member] = np.repeat(np.arange(len(first_member) - 1), np.diff(first_member))
-        durations = [
-            [inf if kind in "OR" and not stage.offload else stage.duration_us(kind) for stage in stages]
-            for kind in WITHOUT_MODES
-        ]
+        durations = np.nan_to_num(graph.duration_us[types], nan=inf)
         return Course(
             op=np.array([self.ops.kind, self.ops.stage, self.ops.microbatch]),
             backward=self.at[B],

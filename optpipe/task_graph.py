@@ -1,0 +1,144 @@
+"""Task graph of a problem: what every op takes, needs and frees, as arrays without the limits of a document's fields.
+
+`lower` alone reads stages, activation modes, factors and slices, each by the row of its kind (`optpipe.kinds`). Whoever
+times or places ops reads the graph. After PyJobShop's ProblemData: tasks of types, with durations, a machine (the
+stream of the stage's device) and what they do to memory; precedences with delays; options of which a unit takes one.
+`verify` and `worst_case_memory` read the rules for themselves and use nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optpipe.costs import sizes_bytes, times_us
+from optpipe.kinds import CODE, COPIES, DOERS, KINDS, ROWS, SizeName, TimeName, codes
+from optpipe.ops import OpArray
+from optpipe.problem import Problem
+from optpipe.stage import OFFLOAD, Mode, Stage
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class TaskGraph:
+    """Tasks of a problem by type: kind of op, stage, activation option of the unit there, and class of the unit.
+
+    Options are numbered as a stage's `choices`, of which it has `options`; `whole_option` is that of a unit that is
+    offloaded whole, 0 where there is none. `unit_class`: of each unit. `stages` and their modes, of shape (stages,
+    options, classes), have the costs that ops are made of. `delays_us`: transfers of each unit by direction, of shape
+    (boundaries, units).
+    """
+
+    device: Ints
+    options: Ints
+    whole_option: Ints
+    unit_class: Ints
+    stages: Sequence[Sequence[Sequence[tuple[Stage, Mode]]]]
+    delays_us: Mapping[str, Floats]
+
+    @cached_property
+    def times_us(self) -> Mapping[TimeName, Floats]:
+        """Times that durations consist of, each of shape (stages, options, classes)."""
+        return self._columns(times_us, np.float64)
+
+    @cached_property
+    def sizes_bytes(self) -> Mapping[SizeName, Ints]:
+        """Sizes that ops take and free, each of shape (stages, options, classes)."""
+        return self._columns(sizes_bytes, np.int64)
+
+    def _columns(self, cost: Callable[[Stage, Mode], Mapping[Any, float]], kind: type[Any]) -> dict[Any, NDArray[Any]]:
+        values = [[[[*cost(*pair).values()] for pair in classes] for classes in options] for options in self.stages]
+        return dict(zip(cost(*self.stages[0][0][0]), np.moveaxis(np.array(values, kind), 3, 0), strict=True))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Numbers of kinds, stages, options and classes: types are numbered as an array of this shape is laid out."""
+        return len(KINDS), len(self.stages), len(self.stages[0]), len(self.stages[0][0])
+
+    def types(self, ops: OpArray, modes: Ints | None = None) -> Ints:
+        """Type of each op, an index into the arrays over types.
+
+        `modes`: the option of each unit on each stage, as in `Orders`; None where each is kept, or offloaded whole.
+        """
+        if modes is None:
+            types: Ints = self.plain_types[ops.kind, ops.stage]
+        else:
+            _, stages, options, classes = self.shape
+            types = ((ops.kind * stages + ops.stage) * options + modes[ops.stage, ops.microbatch]) * classes
+        return types + self.unit_class[ops.microbatch] if self.shape[3] > 1 else types
+
+    @cached_property
+    def plain_types(self) -> Ints:
+        """Type of each kind on each stage where no option is named, in the first class: an array (kinds, stages)."""
+        kinds, stages, options, classes = self.shape
+        rows = np.arange(kinds * stages).reshape(kinds, stages) * options
+        rows[[*codes(COPIES)]] += self.whole_option
+        return _frozen(rows * classes)
+
+    @cached_property
+    def duration_us(self) -> Floats:
+        """Duration of an op of each type; NaN where the option has no such op."""
+        return _frozen(np.array([row.duration(self.times_us) for row in ROWS]).ravel())
+
+    def has(self, kind: str, stage: int, option: int) -> bool:
+        """True if a unit in an option has an op of a kind there."""
+        return not np.isnan(self.duration_us.reshape(self.shape)[CODE[kind], stage, option, 0])
+
+    @cached_property
+    def duties(self) -> Mapping[str, Bools]:
+        """For each duty a mask (stages, options), True where a unit has to do it."""
+        there = ~np.isnan(self.duration_us).reshape(self.shape)[..., 0]
+        return {duty: np.any(there[[*doers]], axis=0) for duty, doers in DOERS.items()}
+
+    @cached_property
+    def device_bytes(self) -> Ints:
+        """Changes of device memory at the start and at the end of an op of each type, of shape (types, 2)."""
+        return self._by_type([row.device_change(self.sizes_bytes) for row in ROWS])
+
+    @cached_property
+    def host_bytes(self) -> Ints:
+        """Changes of host memory, as `device_bytes`."""
+        return self._by_type([row.host_change(self.sizes_bytes) for row in ROWS])
+
+    def _by_type(self, changes: Sequence[tuple[Ints, Ints]]) -> Ints:
+        table = np.zeros((*self.shape, 2), np.int64)
+        for code, pair in enumerate(changes):
+            table[code, ..., 0], table[code, ..., 1] = pair
+        return _frozen(table.reshape(-1, 2))
+
+
+A = TypeVar("A", Floats, Ints)
+
+
+def _frozen(array: A) -> A:
+    array.setflags(write=False)
+    return array
+
+
+def lower(problem: Problem) -> TaskGraph:
+    """The task graph of a problem, made once for each object."""
+    return problem.derived(_lowered)
+
+
+def _lowered(problem: Problem) -> TaskGraph:
+    stages, of_classes = problem.stages, problem.unit_stages
+    options = np.array([len(stage.choices) for stage in stages])
+    return TaskGraph(
+        device=np.array([stage.device for stage in stages]),
+        options=options,
+        whole_option=np.array([stage.choice_numbers.get(OFFLOAD, 0) for stage in stages]),
+        unit_class=problem.unit_class,
+        stages=[  # those of options that a stage does not have are never read
+            [[(own, own.choices[min(n, len(own.choices) - 1)]) for own in classes] for n in range(options.max())]
+            for classes in of_classes
+        ],
+        delays_us=problem.unit_delays_us,
+    )
