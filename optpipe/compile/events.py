@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 
 from optpipe.compile.program import RECEIVES, STREAM_OF_ACTION, Action, Program, matching_send
-from optpipe.kinds import BACKWARDS
+from optpipe.kinds import KIND, OPTIONAL, Need, covering, needs_of
 from optpipe.ops import Op
 
 Clock = tuple[int, int, int]
@@ -106,8 +107,8 @@ def local_needs(actions: Sequence[Action], rules: Rules) -> Iterator[tuple[Key, 
 Key = tuple[str, int, int]
 """Kind, stage and microbatch of an action: equal to its Op, but cheaper to build for a lookup."""
 
-_OWN = {"O": "F", "RELEASE": "O", "PREPARE": "RELEASE", "R": "PREPARE", "SEND_F": "F"}
-"""The only action that an action of a kind needs, of the same stage and microbatch."""
+_OWN = {"RELEASE": "O", "PREPARE": "RELEASE", "R": "PREPARE", "SEND_F": "F", "SEND_B": "B"}
+"""The only duty or action that an action of a kind needs, of the same stage and microbatch."""
 
 
 @dataclass(frozen=True)
@@ -125,41 +126,33 @@ class Rules:
         """True if stages `boundary` and `boundary + 1` are on different devices."""
         return self.placement[boundary] != self.placement[boundary + 1]
 
-    def backward(self, stage: int, microbatch: int) -> Key:
-        """Op that computes the input gradient: B, or what stands for it where it is fused or recomputes."""
-        return self._first_present(("BW", "CB", "CBW"), stage, microbatch) or ("B", stage, microbatch)
-
-    def _first_present(self, kinds: tuple[str, ...], stage: int, microbatch: int) -> Key | None:
-        return next((key for kind in kinds if (key := (kind, stage, microbatch)) in self.present), None)
+    def doer(self, duty: str, stage: int, microbatch: int) -> Key:
+        """Op or action of a duty: the op that covers it, where there is one."""
+        keys = ((kind, stage, microbatch) for kind in covering(duty))
+        return next((key for key in keys if key in self.present), (duty, stage, microbatch))
 
     def needs(self, key: Key) -> tuple[Key, ...]:
         """Actions that must end before an action starts, beyond the order of its list and its waits."""
         kind, s, i = key
         if kind in _OWN:
-            return ((_OWN[kind], s, i),)
-        if kind == "F":
-            before = (("F", s, i - 1),) if i % self.slices else ()
-            if s == 0:
-                return before
-            return (*before, ("RECV_F", s, i) if self.crosses(s - 1) else ("F", s - 1, i))
-        if kind == "W":
-            return (self.backward(s, i),)
-        if kind == "C" or kind in BACKWARDS:
-            reload = self._first_present(("R",), s, i)
-            again = self._first_present(("C",), s, i) if kind != "C" else None
-            later = self.backward(s, i + 1) if kind != "C" and (i + 1) % self.slices else None
-            own = (("F", s, i), *(need for need in (later, reload, again) if need))
-            if kind == "C" or s + 1 == len(self.placement):
-                return own
-            return (*own, ("RECV_B", s, i) if self.crosses(s) else self.backward(s + 1, i))
-        if kind == "SEND_B":
-            return (self.backward(s, i),)
+            return (self.doer(_OWN[kind], s, i),)
+        if kind in KIND:
+            return tuple(op for need in needs_of(kind) for op in self._needed(need, s, i))
         if kind in RECEIVES:
             return (matching_send(Op(*key)),)
         if kind in ("GATHER", "REDUCE_PART"):
             return ()  # their place in the compute stream decides
-        needs: list[Key] = []  # of REDUCE: the weight gradients of every microbatch
-        while ("F", s, len(needs)) in self.present:
-            fused = self._first_present(("BW", "CBW"), s, len(needs))
-            needs.append(fused or ("W", s, len(needs)))
-        return tuple(needs)
+        units = takewhile(lambda unit: ("F", s, unit) in self.present, count())
+        return tuple(self.doer("W", s, unit) for unit in units)  # of REDUCE: the weight gradients of every microbatch
+
+    def _needed(self, need: Need, s: int, i: int) -> Iterator[Key]:
+        """The op or the receive that a need of stage s and microbatch i stands for, where there is any."""
+        stage, unit = s + need.stage, i + need.slice
+        if not 0 <= stage < len(self.placement) or unit // self.slices != i // self.slices:
+            return
+        if need.direction is not None and self.crosses(min(s, stage)):
+            yield (RECEIVES[0 if need.direction == "forward" else 1], s, i)
+            return
+        op = self.doer(need.duty, stage, unit)
+        if need.duty not in OPTIONAL or op in self.present:
+            yield op
