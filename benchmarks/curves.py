@@ -16,7 +16,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from optpipe.errors import InputError, Issue
 from optpipe.files import write_atomically
 from optpipe.plot.figure import AxesGrid, encode, format_of, line_widths, logarithmic_seconds, settings, style
-from optpipe.plot.style import FAINT_INK, INK, CurveLook, curve_looks, legend_lines
+from optpipe.plot.legend import legend_lines
+from optpipe.plot.style import FAINT_INK, INK, CurveLook, curve_looks
 
 MEMORY_WIDTH_INCHES, MEMORY_HEIGHT_INCHES = 7.5, 3.6
 HEADROOM = 1.08

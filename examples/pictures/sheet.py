@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 
 from examples.pictures.memory import draw_memory, highest_bytes
 from optpipe.kinds import KINDS, STREAM_OF_KIND
+from optpipe.plot.legend import draw_legend_row
 from optpipe.plot.panel import (
     GUTTER_INCHES,
     Box,
@@ -23,7 +24,7 @@ from optpipe.plot.panel import (
     memory_entries,
     op_entries,
 )
-from optpipe.plot.style import FAINT_INK, IDLE, INK, draw_legend_row, op_colour
+from optpipe.plot.style import FAINT_INK, IDLE, INK, op_colour
 from optpipe.simulate import Simulation
 from optpipe.units import percent_text, time_unit
 

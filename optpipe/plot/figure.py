@@ -22,8 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from optpipe.errors import InputError, Issue
+from optpipe.plot.legend import draw_legend_row
 from optpipe.plot.panel import printable
-from optpipe.plot.style import FAINT_INK, GRID, INK, draw_legend_row
+from optpipe.plot.style import FAINT_INK, GRID, INK
 
 FORMATS = ("png", "svg", "html")
 PNG_DPI = 160

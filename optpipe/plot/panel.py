@@ -19,6 +19,7 @@ from matplotlib.ticker import StrMethodFormatter
 from optpipe.kinds import KINDS, RECOMPUTATIONS, ROWS
 from optpipe.memory import planned_memory
 from optpipe.ops import Op
+from optpipe.plot.legend import Handle, draw_legend_row
 from optpipe.plot.style import (
     BUDGET,
     FAINT_INK,
@@ -28,9 +29,7 @@ from optpipe.plot.style import (
     MEMORY_EDGE,
     MEMORY_FILL,
     WHITE,
-    Handle,
     Rgb,
-    draw_legend_row,
     ink_on,
     op_colour,
 )

@@ -1,17 +1,10 @@
-"""Style of all figures: colours (Okabe and Ito), dashes of curves, the legend row."""
+"""Style of all figures: colours (Okabe and Ito) and dashes of curves. The page has them too, without matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import cycle, islice
-from typing import Any, NamedTuple
-
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.lines import Line2D
+from typing import NamedTuple
 
 from optpipe.kinds import KIND
 
@@ -34,7 +27,7 @@ WHITE: Rgb = (1.0, 1.0, 1.0)
 def op_colour(kind: str, rank: int, stages: int) -> Rgb:
     """Colour of an op whose stage is the `rank`-th of `stages` on its device: later stages are lighter."""
     white = LIGHTEST * rank / (stages - 1) if stages > 1 else 0.0
-    red, green, blue = to_rgb(KIND[kind].colour)
+    red, green, blue = (entry / 255 for entry in bytes.fromhex(KIND[kind].colour[1:]))
     return (red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white)
 
 
@@ -61,28 +54,3 @@ def curve_looks(labels: Iterable[str]) -> dict[str, CurveLook]:
     names = list(dict.fromkeys(labels))
     looks = (CurveLook(colour, dashes) for dashes in cycle(_DASHES) for colour in _COLOURS)
     return dict(zip(names, islice(looks, len(names)), strict=True))
-
-
-def legend_lines(looks: Mapping[str, CurveLook], **more: Any) -> list[Line2D]:
-    """Legend handle of each curve; `more` are matplotlib's line properties, such as `marker`."""
-    return [
-        Line2D([], [], color=look.colour, linestyle=look.dashes, linewidth=1.8, label=label, **more)
-        for label, look in looks.items()
-    ]
-
-
-Handle = Artist | tuple[Artist, ...]
-"""Legend handle; a tuple for several artists side by side."""
-
-
-def draw_legend_row(
-    owner: Axes | Figure, entries: Sequence[tuple[Handle, str]], anchor: tuple[float, float], loc: str, **lengths: float
-) -> None:
-    """Draw a one-row legend with its `loc` at `anchor`, in the owner's coordinates (0 to 1).
-
-    `lengths` are matplotlib's, in font sizes: `handlelength`, `handletextpad`, `columnspacing`.
-    """
-    look: dict[str, Any] = {"frameon": False, "fontsize": 9, "borderpad": 0, "borderaxespad": 0, **lengths}
-    look |= {"loc": loc, "bbox_to_anchor": anchor, "ncols": len(entries)}
-    handles, labels = zip(*entries, strict=True)
-    owner.legend(handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **look)

@@ -15,8 +15,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from optpipe.errors import InputError, Issue
 from optpipe.files import write_atomically
 from optpipe.plot.figure import AxesGrid, encode, format_of, line_widths, logarithmic_seconds, settings, style
+from optpipe.plot.legend import legend_lines
 from optpipe.plot.panel import OBJECTIVE_NAMES, POINTS_PER_INCH
-from optpipe.plot.style import BUDGET, FAINT_INK, INK, CurveLook, curve_looks, legend_lines
+from optpipe.plot.style import BUDGET, FAINT_INK, INK, CurveLook, curve_looks
 from optpipe.problem import Objective
 from optpipe.schedule import relative_gap
 from optpipe.units import Unit, percent_text, time_text, time_unit
