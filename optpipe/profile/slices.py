@@ -16,7 +16,6 @@ from statistics import mean
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from scipy.optimize import nnls
 
 from optpipe.profile.ops import Spread
 from optpipe.runtime.probe import RecomputedSizes, StageSizes
@@ -134,6 +133,8 @@ def fit_length_costs(whole_us: float, slicings: Sequence[tuple[Sequence[int], Se
     `whole_us` is its time on whole sequences, `slicings` the lengths of slices with their times. The parts of whole
     sequences add up to `whole_us`, as `optpipe.sequences.slice_times_us` has them.
     """
+    from scipy.optimize import nnls  # slow to load, and only for slices
+
     rows, values_us = [[EXACTLY, EXACTLY, 0.0]], [EXACTLY * whole_us]
     for lengths, times_us in slicings:
         tokens = [length / sum(lengths) for length in lengths]

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 from torch import Tensor
 
 from optpipe.errors import InputError, Issue
@@ -130,6 +129,8 @@ def fit_times(sizes: Sequence[Sizes], times_us: Sequence[float]) -> Floats:
 
     Times that are far off, such as those with a pause of the interpreter in them, do not count.
     """
+    from scipy.optimize import nnls  # slow to load, and only for microbatches of different lengths
+
     columns = np.array([(1.0, size.elements, size.squares) for size in sizes])
     times = np.asarray(times_us, np.float64)
     scale = columns.max(axis=0).clip(1)
