@@ -23,7 +23,7 @@ LONGEST_S = 600.0
 @pytest.mark.parametrize(
     ("jobs", "each_s", "number", "every_s"),
     [
-        pytest.param(40, 0.3, 3, 0.7, id="small"),
+        pytest.param(20, 0.3, 3, 0.7, id="small"),
         pytest.param(500, 1.0, 4, 1.5, id="full", marks=pytest.mark.slow),
     ],
 )
