@@ -216,9 +216,7 @@ def build_curves(runs: Sequence[tuple[Case, MeasuredRun]]) -> list[InstanceCurve
 
 def _print_report(results: Sequence[Result], recorded: int | None) -> None:
     """Print the table of results, the findings behind each regression, and a summary."""
-    rows = table(*COLUMNS, "")
-    for column in (rows.columns[1], rows.columns[-1]):
-        column.justify = "left"
+    rows = table(*COLUMNS, "", left=(0, 1, len(COLUMNS)))
     for result in results:
         rows.add_row(*_cells(result))
     console = stdout()

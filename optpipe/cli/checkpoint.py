@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from optpipe.cli.console import AsJson, print_json, stdout
+from optpipe.cli.console import AsJson, answer
 from optpipe.errors import InputError, Issue, needs_extra
 
 DType = Literal["float32", "float64", "bfloat16"]
@@ -32,7 +32,7 @@ def to_hf(run: Run, output: Output, as_json: AsJson = False) -> int:
 
     _refuse_existing(output)
     step = to_hugging_face(run, output)
-    return _print({"step": step, "output": str(output)}, f"wrote {output}: the weights after {step} steps", as_json)
+    return answer({"step": step, "output": str(output)}, f"wrote {output}: the weights after {step} steps", as_json)
 
 
 @checkpoint.command("to-dcp")
@@ -43,7 +43,7 @@ def to_dcp(run: Run, output: Output, as_json: AsJson = False) -> int:
 
     _refuse_existing(output)
     step = to_torch(run, output)
-    return _print({"step": step, "output": str(output)}, f"wrote {output}: the state after {step} steps", as_json)
+    return answer({"step": step, "output": str(output)}, f"wrote {output}: the state after {step} steps", as_json)
 
 
 @checkpoint.command("from-hf")
@@ -61,17 +61,9 @@ def from_hf(
 
     tensors = from_hugging_face(str(model), output, getattr(torch, dtype))
     text = f"wrote {output}: {tensors} tensors of {model}; a run with --checkpoint {output} begins with them"
-    return _print({"step": 0, "output": str(output), "tensors": tensors}, text, as_json)
+    return answer({"step": 0, "output": str(output), "tensors": tensors}, text, as_json)
 
 
 def _refuse_existing(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError([Issue("--output", "exists", f"is {output}, which is there already. Maybe a new folder.")])
-
-
-def _print(data: dict[str, Any], text: str, as_json: bool) -> int:
-    if as_json:
-        print_json(data)
-    else:
-        stdout().print(text, markup=False, highlight=False)
-    return 0

@@ -169,9 +169,7 @@ def _document(row: Row) -> dict[str, Any]:
 
 
 def _print(rows: Sequence[Row]) -> None:
-    result = table("method", "value", "bound", "bubble", "peak bytes", "seconds", "")
-    result.columns[-1].justify = "left"
-    result.columns[-1].no_wrap = False
+    result = table("method", "value", "bound", "bubble", "peak bytes", "seconds", "", wraps=True)
     for row in sorted(rows, key=lambda row: row.schedule.value_us if row.schedule else float("inf")):
         figures, comment = ["-"] * 4, row.why_not
         if (best := row.schedule) is not None:

@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
@@ -59,15 +59,15 @@ LONG_S = 2.0
 @contextmanager
 def doing_long(what: str) -> Iterator[None]:
     """Do as `doing` does; without a terminal print the text once, after `LONG_S`."""
-    told = Timer(LONG_S, stderr().print, [what])
-    told.daemon = True
+    announced = Timer(LONG_S, stderr().print, [what])
+    announced.daemon = True
     if not sys.stderr.isatty():
-        told.start()
+        announced.start()
     try:
         with doing(what):
             yield
     finally:
-        told.cancel()
+        announced.cancel()
 
 
 def _console(*, stderr: bool, width: int | None) -> Console:
@@ -78,6 +78,12 @@ def _console(*, stderr: bool, width: int | None) -> Console:
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout."""
     print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def answer(data: Any, text: str, as_json: bool) -> int:
+    """Print the JSON document of a command that went well, or its text; returns the exit code 0."""
+    print_json(data) if as_json else print(text)
+    return 0
 
 
 class _Table(Table):
@@ -93,11 +99,15 @@ class _Table(Table):
         return super().__rich_console__(console, options.update(max_width=max(options.max_width, width)))
 
 
-def table(*columns: str) -> Table:
-    """Plain table: the first column left-aligned, the others, for numbers, right-aligned."""
+def table(*columns: str, left: Sequence[int] = (0,), wraps: bool = False) -> Table:
+    """Plain table: the columns `left` left-aligned, the others, for numbers, right-aligned.
+
+    `wraps`: the last column is text, left-aligned, which may take several lines.
+    """
     result = _Table(box=None, pad_edge=False, header_style="bold")
     for k, column in enumerate(columns):
-        result.add_column(column, justify="left" if k == 0 else "right", no_wrap=True)
+        is_text = wraps and k == len(columns) - 1
+        result.add_column(column, justify="left" if k in left or is_text else "right", no_wrap=not is_text)
     return result
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from optpipe.cli.console import AsJson, print_json
+from optpipe.cli.console import AsJson, answer
 from optpipe.cli.serve import DatabaseUrl, with_database
 from optpipe.errors import needs_extra
 
@@ -31,11 +31,7 @@ def backup(
     with with_database(Settings.load(database_url=database_url), shared=True) as settings:
         assert settings.database_url is not None
         size_bytes = write(settings.database_url.get_secret_value(), file)
-    if as_json:
-        print_json({"file": str(file), "bytes": size_bytes})
-    else:
-        print(f"{size_bytes:,} bytes in {file}")
-    return 0
+    return answer({"file": str(file), "bytes": size_bytes}, f"{size_bytes:,} bytes in {file}", as_json)
 
 
 @database.command()
@@ -56,29 +52,22 @@ def restore(
     with with_database(Settings.load(database_url=database_url), shared=True) as settings:
         assert settings.database_url is not None
         read(settings.database_url.get_secret_value(), file, replace)
-    if as_json:
-        print_json({"file": str(file)})
-    else:
-        print(f"restored from {file}")
-    return 0
+    return answer({"file": str(file)}, f"restored from {file}", as_json)
 
 
 @database.command()
 def upgrade(as_json: AsJson = False) -> int:
     """Bring an embedded PostgreSQL to the major version that is installed, while no service runs.
 
-    The old files are kept beside the new ones, as `postgresql.old`.
+    The old files are kept next to the new ones, as `postgresql.old`.
     """
     with needs_extra("serve", "an embedded PostgreSQL"):
         from api.jobs.backup import upgrade as bring_over
         from api.settings import Settings
 
     before, now = bring_over(Settings.load().data_folder)
-    if as_json:
-        print_json({"before": before, "now": now})
-    else:
-        print(f"PostgreSQL {now}: nothing to do" if before == now else f"PostgreSQL {before} upgraded to {now}")
-    return 0
+    done = f"PostgreSQL {now}: nothing to do" if before == now else f"PostgreSQL {before} upgraded to {now}"
+    return answer({"before": before, "now": now}, done, as_json)
 
 
 @database.command()
@@ -89,8 +78,4 @@ def url(as_json: AsJson = False) -> int:
         from api.settings import Settings
 
     address = running_url(Settings.load().data_folder)
-    if as_json:
-        print_json({"url": address})
-    else:
-        print(address)
-    return 0
+    return answer({"url": address}, address, as_json)

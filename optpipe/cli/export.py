@@ -173,8 +173,7 @@ def command(
         print_json({"output": str(output), "to": str(to), **exported.facts})
     else:
         if exported.rows:
-            rows = table(*exported.rows[0])
-            rows.columns[-1].justify, rows.columns[-1].no_wrap = "left", False
+            rows = table(*exported.rows[0], wraps=True)
             for row in exported.rows[1:]:
                 rows.add_row(*row)
             stdout().print(rows)

@@ -42,8 +42,7 @@ def command(
 
 def _print(model: Model) -> None:
     console = stdout()
-    rows = table("part", "number", "parameters of each", "what it has")
-    rows.columns[-1].justify = "left"
+    rows = table("part", "number", "parameters of each", "what it has", left=(0, 3))
     rows.add_row("embedding", "1", f"{model.embedding_parameters:,}", f"{model.vocabulary:,} tokens")
     for layer, count in model.kinds:
         rows.add_row("layer", f"{count:,}", f"{layer.parameters:,}", _text(layer))

@@ -407,7 +407,7 @@ def _of_unequal(
 
 @dataclass(frozen=True)
 class _Imbalance:
-    """The cost of unequal lengths: the plan beside published schedules of each order and of equal microbatches."""
+    """The cost of unequal lengths: the plan, and published schedules of each order and of equal microbatches."""
 
     schedule: Schedule
     orders: Sequence[InOrder]
@@ -441,8 +441,7 @@ class _Imbalance:
     def print(self) -> None:
         """Print the table of orders and the order of the plan."""
         schedule, console = self.schedule, stdout()
-        rows = table("order of the microbatches", "schedule", "step", "bubble")
-        rows.columns[1].justify = "left"
+        rows = table("order of the microbatches", "schedule", "step", "bubble", left=(0, 1))
         for one in (*sorted(self.orders, key=lambda one: (one.name != "given", one.value_us)), *self.equal):
             rows.add_row(one.name, one.method, us_text(one.value_us), share_text(one.bubble))
         bubble = share_text(schedule.bubble_with_recomputation)
@@ -593,9 +592,9 @@ def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None)
     sliced = ("slices",) if any(one.candidate.slices for one in judged) else ()
     choices = ("placement", "cut", "microbatch", *sliced, "offload")
     again = ("recomputed",) if any(one.recomputed for one in judged) else ()
-    rows = table(*choices, "step", "sequences / s", "bubble", "peak bytes", "host bytes", *again, "")
-    rows.columns[1].justify = rows.columns[-1].justify = "left"
-    rows.columns[-1].no_wrap = False
+    rows = table(
+        *choices, "step", "sequences / s", "bubble", "peak bytes", "host bytes", *again, "", left=(0, 1), wraps=True
+    )
     best = judged[0]
     shown = _best_and_named(judged)
     every, rated = _rated_choices(judged)

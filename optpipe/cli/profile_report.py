@@ -27,7 +27,7 @@ def document(measured: Measured, check: Check | None, output: Path, written: str
         "placement": list(measured.placement),
         "stages": [asdict(stage) for stage in measured.stages],
         "transfers": {
-            "way": measured.transfers.way,
+            "way": measured.transfers.transport,
             "boundaries": [s and asdict(s) for s in measured.transfers.spreads],
         },
         "copy_to_compute_ratio": measured.copy_to_compute_ratio,

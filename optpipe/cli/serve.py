@@ -14,7 +14,7 @@ from uuid import UUID
 
 import typer
 
-from optpipe.cli.console import AsJson, print_json, stdout, table
+from optpipe.cli.console import AsJson, answer, print_json, stdout, table
 from optpipe.errors import InputError, Issue, needs_extra
 
 if TYPE_CHECKING:
@@ -197,11 +197,7 @@ def create(
     """Create a key and print its secret, which cannot be shown again."""
     ends = None if expires_days is None else datetime.now(UTC) + timedelta(days=expires_days)
     made = _with_store(database_url, lambda store: store.create_key(name, scope, of, ends))
-    if as_json:
-        print_json(_data(made.key) | {"secret": made.secret})
-    else:
-        print(made.secret)
-    return 0
+    return answer(_data(made.key) | {"secret": made.secret}, made.secret, as_json)
 
 
 @keys.command("list")
@@ -228,11 +224,7 @@ def revoke(
 ) -> int:
     """Revoke a key. Its jobs are kept."""
     revoked = _with_store(database_url, lambda store: store.revoke_key(key))
-    if as_json:
-        print_json(_data(revoked))
-    else:
-        print(f"revoked {revoked.id} ({revoked.name})")
-    return 0
+    return answer(_data(revoked), f"revoked {revoked.id} ({revoked.name})", as_json)
 
 
 def _with_store(database_url: str | None, query: Callable[[Store], Awaitable[T]]) -> T:

@@ -149,7 +149,7 @@ def _load(paths: list[Path], chunks: int | None) -> Trace:
 
 
 def _better_order(schedule: Schedule, seconds: float) -> dict[str, Any]:
-    """Best schedule that a search finds for the problem of a step, beside the order that ran."""
+    """Best schedule that a search finds for the problem of a step, compared with the order that ran."""
     from solver import Limits
     from solver.process import solve_in_child
 

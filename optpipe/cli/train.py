@@ -41,7 +41,7 @@ PANELS = {
 }
 
 LONGEST_CHOICES = 14
-"""Characters of choices that have room beside the flag on a narrow terminal; longer ones stand in the text."""
+"""Characters of choices that have room next to the flag on a narrow terminal; longer ones stand in the text."""
 
 MODE = "online.mode"
 """Set by two flags, --solve and --online, instead of one option."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from optpipe.cli.console import AsJson, check_picture, print_json, stdout, table
+from optpipe.cli.console import AsJson, answer, check_picture, print_json, stdout, table
 from optpipe.cli.documents import ProblemOfCsv, load_schedule
 from optpipe.units import share_text, us_text
 
@@ -67,5 +67,4 @@ def plot(
 
     check_picture(output)
     draw_schedule(load_schedule(schedule, problem), output)
-    print_json({"output": str(output)}) if as_json else stdout().print(f"wrote {output}")
-    return 0
+    return answer({"output": str(output)}, f"wrote {output}", as_json)

@@ -37,8 +37,8 @@ class Exporter:
     """A format: what it is for, how its files end, and the function that writes one.
 
     `media_type`: empty where only the command line offers it. `title`: on the page. `document`: what else than a
-    schedule the function takes, "trace" or "problem". `options`: the names of its keywords. A picture is served, but
-    `optpipe plot` draws it.
+    schedule the function takes, "trace" or "problem". `options`: the names of its keywords. `picture`: one that the
+    command line draws with `optpipe plot`.
     """
 
     name: str
