@@ -68,30 +68,12 @@ class JobAnswer(_Answer):
         """Convert a job of the store."""
         ended = job.reason is not None
         return cls.model_construct(
-            id=job.id,
+            **vars(job),
             name=job.config.name or job.problem_name,
             tags=job.config.tags,
             method=job.config.method,
-            config=job.config,
-            status=job.status,
             termination=Termination.model_construct(reason=job.reason, limit=job.stop_reason) if ended else None,
-            objective=job.objective,
-            devices=job.devices,
-            stages=job.stages,
-            microbatches=job.microbatches,
-            note=job.note,
-            value_us=job.value_us,
-            bound_us=job.bound_us,
-            bubble=job.bubble,
             gap=job.gap,
-            revision=job.revision,
-            attempt=job.attempt,
-            queue_place=job.queue_place,
-            submitted_at=job.submitted_at,
-            started_at=job.started_at,
-            finished_at=job.finished_at,
-            error=job.error,
-            budgets_bytes=job.budgets_bytes,
         )
 
 
@@ -287,7 +269,7 @@ def read_batch(body: bytes, caps: Caps) -> list[SubmissionBody]:
 
 
 class ReadSubmission(_Answer):
-    """Parts of a large submission, from the process that parsed it, beside the text of its problem.
+    """Parts of a large submission, from the process that parsed it, next to the text of its problem.
 
     `equality_key` and `time_us` are those of the problem's canonical form (`solver.cache`).
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -113,32 +114,14 @@ AS_NEW: dict[str, Any] = {
 """New values of an ended job that is queued again, apart from `queue_id`."""
 
 
+_COLUMNS = [field.name for field in fields(Job) if field.name in jobs.c and field.name != "config"]
+"""Fields of a job that are columns as they are."""
+
+
 def job_from_row(row: AnyRow, queue_place: int | None = None) -> Job:
     """Build a Job from a row of `jobs`."""
-    return Job(
-        id=row.id,
-        status=row.status,
-        config=JobConfig.from_data(row.config),
-        problem_name=row.problem_name,
-        objective=row.objective,
-        devices=row.devices,
-        stages=row.stages,
-        microbatches=row.microbatches,
-        note=row.note,
-        value_us=row.value_us,
-        bound_us=row.bound_us,
-        bubble=row.bubble,
-        reason=row.reason,
-        stop_reason=row.stopped_by,
-        error=row.error,
-        budgets_bytes=row.budgets_bytes,
-        revision=row.revision,
-        attempt=row.attempt,
-        queue_place=queue_place,
-        submitted_at=row.submitted_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-    )
+    values = {name: getattr(row, name) for name in _COLUMNS}
+    return Job(config=JobConfig.from_data(row.config), stop_reason=row.stopped_by, queue_place=queue_place, **values)
 
 
 CHANGED = "optpipe_changed"
