@@ -1,9 +1,9 @@
 """State of modules besides their parameters: what a forward may change, and how to put it back.
 
 That is buffers, attributes of Python such as counters, lists and caches, and generators of random numbers. It is looked
-for in modules, and from their attributes on in containers and in objects of classes that are no library's. Not put
-back are parameters that a forward changes, globals and attributes of classes, iterators, and what is outside of the
-process, such as files. Of globals the generators alone are found, by the names that the code of a forward uses.
+for in modules, and from their attributes on in containers and in objects of classes that are no library's. `Weights`
+puts parameters back. Not put back are globals and attributes of classes, iterators, and what is outside of the process,
+such as files. Of globals the generators alone are found, by the names that the code of a forward uses.
 """
 
 from __future__ import annotations
@@ -145,6 +145,28 @@ def unchanged(roots: Iterable[Any], device: torch.device) -> Iterator[None]:
     finally:
         generators.restore()
         state.restore()
+
+
+class Weights:
+    """Weights of a module, which a forward may change."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: list[Tensor] | None = None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Context that restores them. The first time tells which change: of these alone there are copies later."""
+        weights = [p for p in self._module.parameters() if not is_lazy(p)] if self._changing is None else self._changing
+        copies = [(weight, weight._version, weight.detach().clone()) for weight in weights]
+        try:
+            yield
+        finally:
+            changed = [(weight, value) for weight, version, value in copies if weight._version != version]
+            self._changing = [weight for weight, _ in changed]
+            with torch.no_grad():
+                for weight, value in changed:
+                    weight.copy_(value)
 
 
 def own_generators(roots: Iterable[Any]) -> list[OwnGenerator]:

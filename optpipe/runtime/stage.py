@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.errors import TrainingError
 from optpipe.kinds import HALVES
 from optpipe.mode_names import EXAMPLES, parse_recomputed, without_offload
 from optpipe.runtime.activations import ActivationStore, HostSlab, storage_key
+from optpipe.runtime.graph import Entry, Exit, enter, requires_gradient, with_gradient
 from optpipe.runtime.loss import Loss, LossTerms, total_loss
-from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
-from optpipe.runtime.module_state import own_generators, unchanged
+from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
+from optpipe.runtime.module_state import Weights, own_generators, unchanged
 from optpipe.runtime.recomputation import Replay, Sample, Segment, Segments, Values, parts_of, saving_nothing
 from optpipe.runtime.rng import AllGeneratorStates, OwnGenerator, RandomNumbers, never_draws
 from optpipe.runtime.slices import Sequences, check_slices
-from optpipe.runtime.torch_private import run_backward
 from optpipe.runtime.weight_gradients import (
     Splitting,
     WeightGradients,
@@ -31,108 +30,6 @@ from optpipe.runtime.weight_gradients import (
     defer_weight_gradients,
     gradient_dtype,
 )
-
-
-class Entry:
-    """Holder of the gradient of the message that a stage received. Keeps no tensor until the backward."""
-
-    def __init__(self, received: Tree, floating: list[Tensor]) -> None:
-        self.caught: list[Tensor] = []
-        self._form = None if isinstance(received, Tensor) else map_leaves(_has_gradient, received)
-        self._kinds = [(part.shape, part.dtype, part.device) for part in floating]
-
-    def gradient(self) -> Gradient:
-        """Gradient of the message, after the backward; zeros for tensors on which nothing depends."""
-        found = self.caught or [torch.zeros(shape, dtype=dtype, device=at) for shape, dtype, at in self._kinds]
-        self.caught = []
-        if self._form is None:
-            return found[0] if found else None
-        new = iter(found)
-        gradient: Gradient = rebuild(self._form, [next(new) if floating else None for floating in leaves(self._form)])
-        return gradient
-
-
-def enter(anchor: Tensor, received: Tree) -> tuple[Tree, Entry]:
-    """Make the message the input of the stage's graph; return it with the holder of its gradient.
-
-    A leaf of autograd would be kept by its graph. Here only the tensors that layers save keep the message, so that it
-    can be offloaded too. `anchor` is any tensor that requires a gradient; it makes autograd record the node.
-    """
-    if isinstance(received, Tensor) and _has_gradient(received):
-        entry = Entry(received, [received])
-        (entered,) = _Entry.apply(anchor, entry.caught, received)  # type: ignore[no-untyped-call]
-        return entered, entry
-    floating = [part for part in leaves(received) if _has_gradient(part)]
-    entry = Entry(received, floating)
-    if not floating:
-        return received, entry
-    new = iter(_Entry.apply(anchor, entry.caught, *floating))  # type: ignore[no-untyped-call]
-    message: Tree = map_leaves(lambda part: next(new) if _has_gradient(part) else part, received)
-    return message, entry
-
-
-class Exit:
-    """Roots of a stage's graph: one per output tensor with a gradient. Keeps no tensor.
-
-    Raises TrainingError if the output holds anything but tensors.
-    """
-
-    def __init__(self, output: Tree) -> None:
-        self._edges = [_edge(output)] if isinstance(output, Tensor) else [_edge(part) for part in leaves(output)]
-
-    @property
-    def nodes(self) -> list[Any]:
-        """Autograd nodes of the output tensors, None for tensors without a gradient."""
-        return [edge and edge.node for edge in self._edges]
-
-    def backward(self, gradient: Gradient) -> None:
-        """Run the graph, which this frees, from the gradient of the output."""
-        pairs = zip(self._edges, leaves(gradient), strict=True)
-        wanted = [(edge, part) for edge, part in pairs if edge is not None and part is not None]
-        if wanted:
-            edges, parts = zip(*wanted, strict=True)
-            run_backward(edges, parts, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def _edge(part: Any) -> GradientEdge | None:
-    if not isinstance(part, Tensor):
-        raise no_tensor(part)
-    if not part.requires_grad:
-        return None
-    node: Any = part.grad_fn
-    if node is None or isinstance(node, BackwardCFunction):
-        return get_gradient_edge(part)  # keeps the Python object of such a node alive
-    return GradientEdge(node, part.output_nr)
-
-
-def _has_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _requires_gradient(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.requires_grad
-
-
-def _with_gradient(output: Tree) -> list[Tensor]:
-    """The tensors of an output that have a gradient."""
-    return [part for part in leaves(output) if _requires_gradient(part)]
-
-
-class _Entry(torch.autograd.Function):
-    """Identity whose backward collects the gradients in a list.
-
-    Outputs are detached, not views: autograd forbids in-place changes of a view made in a custom function.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, caught: list[Tensor], *received: Tensor) -> tuple[Tensor, ...]:
-        ctx.caught = caught
-        return tuple([part.detach() for part in received])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.caught.extend(gradients)
-        return (None,) * (2 + len(gradients))
 
 
 @dataclass
@@ -239,7 +136,7 @@ class Stage:
         self._segments: dict[str, Segments] = {}
         self._heard: list[Tree] | None = None
         self._own: frozenset[int] | None = None
-        self._changing: list[Tensor] | None = None
+        self._weights = Weights(module)
         self._device = self.device
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -329,8 +226,8 @@ class Stage:
 
         The first stage keeps nothing: its input is the caller's batch. With `offloads` it is the input that leaves.
         Autograd records F as it does in `forward`, without what it saves: so the layers run the very same kernels and
-        draw the same random numbers here and in the recomputation. Beside the input, a copy of the buffers stays that F
-        changes, such as running statistics. Raises TrainingError if F changes its input, or differentiates: then it
+        draw the same random numbers here and in the recomputation. Besides the input, a copy of the buffers stays that
+        F changes, such as running statistics. Raises TrainingError if F changes its input, or differentiates: then it
         cannot be run again. A loss that differentiates, as losses in chunks do, runs once, and what it saves stays.
         """
         generators, sample = self._generators(), None
@@ -467,7 +364,7 @@ class Stage:
                 look(output)
             # A loss may run layers of the stage and their backward at once, as losses in chunks do: those do not wait.
             if loss is not None:
-                output = _with_gradient(output)
+                output = with_gradient(output)
             elif self._loss is not None:
                 if loss_apart and self._loss_differentiates is not False:
                     output, loss_graph = self._loss_apart(microbatch, output, target)
@@ -486,10 +383,10 @@ class Stage:
         A loss that differentiates adds to gradients of layers that it runs, once for each run. The first run tells: an
         ordinary loss does not ask for what autograd saves in it.
         """
-        parts = [part.detach() for part in _with_gradient(output)]
+        parts = [part.detach() for part in with_gradient(output)]
         entered, entry = enter(self._anchor, parts)
         new = iter(entered)
-        output = map_leaves(lambda part: next(new) if _requires_gradient(part) else part, output)
+        output = map_leaves(lambda part: next(new) if requires_gradient(part) else part, output)
         if self._loss_differentiates:
             loss = self._loss_of(microbatch, output, target)
         else:
@@ -512,9 +409,9 @@ class Stage:
         without, or work with the graph, but keeps nothing, unless the module differentiates within it.
         """
         with self.sequences.first(microbatch, received):
-            with suppress(Exception), self._as_before():
+            with suppress(Exception), self._weights.unchanged(), unchanged(self.roots, self._device):
                 return self._tried(microbatch, received, target, saving_nothing())
-            with self._as_before():
+            with self._weights.unchanged(), unchanged(self.roots, self._device):
                 return self._tried(microbatch, received, target, _NOTHING)
 
     def _tried(self, microbatch: int, received: Tree, target: Tree | None, saving: AbstractContextManager[Any]) -> Tree:
@@ -531,25 +428,6 @@ class Stage:
             if self._loss is not None:
                 output = total_loss(self._loss(output, target))
         return map_leaves(_detached_tensor, output)
-
-    @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Context that restores what a forward changes: what `module_state` finds, and weights, if it does.
-
-        The first time tells which weights a forward changes: of these alone there are copies later.
-        """
-        lazy = nn.parameter.is_lazy
-        weights = [p for p in self.module.parameters() if not lazy(p)] if self._changing is None else self._changing
-        copies = [(weight, weight._version, weight.detach().clone()) for weight in weights]
-        try:
-            with unchanged(self.roots, self._device):
-                yield
-        finally:
-            self._changing = [weight for weight, version, _ in copies if weight._version != version]
-            with torch.no_grad():
-                for weight, version, value in copies:
-                    if weight._version != version:
-                        weight.copy_(value)
 
     def evaluate(self, microbatch: int, received: Tree, target: Tree | None) -> Tree:
         """F for evaluation: returns as `forward`, and leaves nothing behind. Where one listens, a `trial`."""
@@ -641,12 +519,12 @@ class Stage:
         return graph.exit.nodes + (graph.loss.exit.nodes if graph.loss else [])
 
     def _output(self, _microbatch: int, received: Tree) -> Tree:
-        """The output of the module; a subclass may call its module in another way."""
+        """The output of the module; a subclass may call its module with other arguments."""
         output: Tree = self.module(received)
         return output
 
     def _loss_of(self, microbatch: int, output: Tree, target: Tree | None) -> Tensor:
-        """The loss of the last stage; a subclass may call its loss in another way."""
+        """The loss of the last stage; a subclass may call its loss with other arguments."""
         assert self._loss is not None, "only the last stage has a loss"
         assert target is not None, "the last stage has a target"
         return self.loss_terms.total(microbatch, self._loss(output, target))
@@ -686,7 +564,7 @@ class Stage:
 
 def _check_gradient(loss: Tensor, output: Tree) -> None:
     """Raise TrainingError for a loss without a gradient of an output that has one: nothing would be trained."""
-    if not loss.requires_grad and _with_gradient(output):
+    if not loss.requires_grad and with_gradient(output):
         raise TrainingError(
             "the loss has no gradient, though the output of the last stage has one. Maybe the loss is detached, made "
             "anew from its value (torch.tensor(...)), or computed under torch.no_grad()."
