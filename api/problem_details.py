@@ -70,7 +70,7 @@ def problem_response(error: HttpError, request_id: str) -> JSONResponse:
 
 
 def answer_errors_as_problems(app: FastAPI, routes: Iterable[BaseRoute]) -> None:
-    """Have `app` answer its own errors, those of the framework and those of documents and jobs in this one way.
+    """Have `app` answer its own errors, those of the framework and those of documents and jobs in this one form.
 
     `routes` are all that have a method: the framework names only those of the first route at a path.
     """

@@ -133,7 +133,7 @@ class Loss:
     proofs: int = 0
 
     def add(self, weight: float, whole: Solution, left: Solution) -> None:
-        """Take in an answer without the part beside that with all of them."""
+        """Take in an answer without the part, and that with all of them."""
         lost = weight * (left.gap - whole.gap)
         self.rows += 1
         self.gap += lost

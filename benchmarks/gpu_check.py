@@ -224,7 +224,7 @@ def ratio_of(timings: Sequence[Timing]) -> float:
 
 
 def in_a_trainer(device: torch.device, shape: GPTShape = SMALL) -> list[Finding]:
-    """Check PlannedSchedule on stages that FSDP2 has wrapped, beside torch's own class on the same program.
+    """Check PlannedSchedule on stages that FSDP2 has wrapped, compared with torch's own class on the same program.
 
     Gradients against the plain step, and peaks against what a Recorder predicts. One process, whose GPU has all stages:
     NCCL takes no two ranks on one GPU. Every kind of op runs, copies and recomputation included.

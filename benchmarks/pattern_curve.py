@@ -113,8 +113,13 @@ def measure(size: Size, pictures: Path) -> str:
     _draw(profile, curves, pictures / f"{NAME}.png")
     seconds = f"{len(patterns)} patterns in {found_s:.0f} s and {len(curves)} curves of them in "
     seconds += f"{time.perf_counter() - began - found_s:.0f} s, on one core"
-    beside = _beside_public(profile, curves, TIME_LIMIT_S[size])
-    parts = [_table(profile, curves), _ends_text(curves), "At the memory of the public schedules, in bubbles:", beside]
+    public = _public_schedules(profile, curves, TIME_LIMIT_S[size])
+    parts = [
+        _table(profile, curves),
+        _ends_text(curves),
+        "At the memory of the public schedules, in bubbles:",
+        public,
+    ]
     return "\n\n".join([*parts, f"{conditions(f'{COMMAND} --size {size}', TIME_LIMIT_S[size])} {seconds}."])
 
 
@@ -141,7 +146,7 @@ def _ends_text(curves: Curves) -> str:
     return f"Of m periods and one block a value differs by {', '.join(parts)}."
 
 
-def _beside_public(profile: Profile, curves: Curves, limit_s: float) -> str:
+def _public_schedules(profile: Profile, curves: Curves, limit_s: float) -> str:
     """Bubbles at the memory of each public schedule: the pattern alone, `auto`, the public schedule, and the bound."""
     rows = []
     for m, public in PUBLIC.items():

@@ -1,4 +1,4 @@
-"""A free choice of activation modes beside the uniform ones, on the measured profiles of Zero Bubble.
+"""A free choice of activation modes compared with the uniform ones, on the measured profiles of Zero Bubble.
 
 `python -m benchmarks.recomputation recomputation --size quick` prints the table. The instances are those of
 `instances/r-*-mem*.json`: the profiles of Zero Bubble (2401.10241, table 9) with full recomputation of each layer by

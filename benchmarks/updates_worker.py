@@ -1,7 +1,7 @@
 """Rank of the update benchmark.
 
 Usage, under torchrun: updates_worker.py FOLDER ROUNDS STEPS. The folder holds schedules; rank 0 writes ``results``: by
-schedule and way of updating the seconds of a step, the least of all rounds.
+schedule and mode of updating the seconds of a step, the least of all rounds.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ def main(folder: Path, rounds: int, steps: int) -> None:
     """Measure every schedule of the folder in all update modes in turns, so that other load affects all alike."""
     torch.set_num_threads(1)
     schedules = {path.name.removesuffix(".json"): Schedule.load(path) for path in sorted(folder.glob("*.json"))}
-    found: dict[str, dict[str, list[float]]] = {name: {"waits": [], "goes on": [], "wrong": []} for name in schedules}
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"waits": [], "optimistic": [], "wrong": []} for name in schedules
+    }
     with launched(len(next(iter(schedules.values())).devices), timeout_seconds=120) as launch:
         for _ in range(rounds):
             for name, schedule in schedules.items():
                 found[name]["waits"].append(_seconds(schedule, launch, steps, optimistic=False))
-                found[name]["goes on"].append(_seconds(schedule, launch, steps, optimistic=True))
+                found[name]["optimistic"].append(_seconds(schedule, launch, steps, optimistic=True))
                 found[name]["wrong"].append(_seconds_of_wrong_steps(schedule, launch))
         if launch.rank == 0:
-            least = {name: {way: min(seconds) for way, seconds in ways.items()} for name, ways in found.items()}
+            least = {name: {mode: min(seconds) for mode, seconds in modes.items()} for name, modes in found.items()}
             (folder / "results").write_text(json.dumps(least))
 
 

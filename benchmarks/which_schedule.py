@@ -102,8 +102,8 @@ class Numbers:
             "backward_weight_bytes": held // 2,
         }
         if self.round_trip is not None and not last:
-            way_us = 500 * share * self.round_trip * (1 + self.backward + self.weight)
-            stage["offload"] = {"bytes": held, "offload_us": way_us, "reload_us": way_us}
+            copy_us = 500 * share * self.round_trip * (1 + self.backward + self.weight)
+            stage["offload"] = {"bytes": held, "offload_us": copy_us, "reload_us": copy_us}
         if self.recomputed is not None:
             kept = round((1 - self.recomputed) * held)
             stage["modes"] = [{"name": "full", "kept_bytes": kept, "recompute_us": load}]
@@ -133,9 +133,9 @@ COLUMNS = (
     *("OptPipe with recomputation", "OptPipe with both", "Seq1F1B", "SlimPipe", "OptPipe with slices"),
 )
 RESIDENT, OFFLOADING, ALL, RECOMPUTING = (0, 1, 2), (3, 4), (0, 1, 2, 3, 4), (2, 5, 4, 6)
-"""Columns of schedules without offload, with offload, both, and without either beside with each and both."""
+"""Columns of schedules without offload, with offload, both, and without either next to with each and both."""
 SLICED = (2, 5, 4, 7, 8, 9)
-"""Columns of whole sequences, also recomputed or offloaded, beside slices of them."""
+"""Columns of whole sequences, also recomputed or offloaded, next to slices of them."""
 
 NEED_NOT = {4: (2,), 5: (2,), 6: (2, 4, 5)}
 """Columns whose schedules stand for a column too: what may leave or be recomputed need not."""

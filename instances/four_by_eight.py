@@ -32,7 +32,7 @@ def four_by_eight(seed: int) -> Problem:
 
     Each device has F, B and W of about 120 us a microbatch, and activations of 48 bytes. Budgets are from one whole
     microbatch to all that 1F1B needs on the first device. A copy takes from a quarter of the time of F to 2.5 times as
-    long, each way.
+    long, in each direction.
     """
     random = Random(f"4 x 8, {seed}")
     placement = random.choice(list(PLACEMENTS))

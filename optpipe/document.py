@@ -1,7 +1,7 @@
 """Strict, bounded reading and writing of JSON and TOML documents, with errors that name the fault.
 
 Python's own JSON parser accepts NaN, duplicate keys, and numbers and nesting of any size. None of these has a meaning
-in OptPipe's documents, and each is a known way to take a service down. jiter, the parser of pydantic, rejects all but
+in OptPipe's documents, and each is known to take services down. jiter, the parser of pydantic, rejects all but
 floats that it rounds to infinity; these are rejected by a second check.
 """
 

@@ -56,7 +56,7 @@ class Need(NamedTuple):
 class Kind:
     """A kind of op.
 
-    `label` says what it is; `colour`, and `short` beside its name in a crowded legend, how it is drawn. `covers`: its
+    `label` says what it is; `colour`, and `short` next to its name in a crowded legend, how it is drawn. `covers`: its
     duties, the leading one first, with which it shares one sequence on a stage; none given: the duty of its own name.
     `needs`: those of a duty, kept with the kind of its name. `ascends`: slices run from the first, otherwise from the
     last.

@@ -51,7 +51,7 @@ class LayerAttention(Document):
     """Causal attention in a layer: the parts of its times that grow with the square of a sequence, and its memory.
 
     `key_value_bytes` are the keys and values of the microbatch, which later slices of a sequence read; the gradients
-    of them take as much. `forward_slice_us` and so on are what each slice takes beside its share of the time: more
+    of them take as much. `forward_slice_us` and so on are what each slice takes beyond its share of the time: more
     launches, joining keys and values, and a mask over all of the earlier positions.
     """
 

@@ -12,7 +12,7 @@ from typing import Any
 def offer(package: str, names: Mapping[str, str]) -> None:
     """Export each name of `names` from `package`, which is being imported, by the module that it is mapped to.
 
-    A name may equal that of its module, as in ``from optpipe import simulate`` beside ``from optpipe.simulate import
+    A name may equal that of its module, as in ``from optpipe import simulate`` and ``from optpipe.simulate import
     simulate``. The import system binds a loaded submodule to its package under the same name; the package keeps the
     exported object instead. The module stays in `sys.modules`, where ``from optpipe.simulate import ...`` finds it.
     """

@@ -326,7 +326,7 @@ def _in_slices(
     """Fields of the problem `data` of whole sequences that change where these are cut into slices.
 
     Costs become those of a mean slice, with factors. Keys and values stay on the device, since later slices read them:
-    no mode throws them away or offloads them.
+    no mode discards or offloads them.
     """
     n, sequence = len(lengths), sum(lengths)
     sizes = [round(n * length / sequence, DECIMALS) for length in lengths]

@@ -1,4 +1,4 @@
-"""Sequences cut into slices, and microbatches of unequal lengths: what each costs beside the others.
+"""Sequences cut into slices, and microbatches of unequal lengths: what each costs relative to the others.
 
 A layer's time has a part that grows with the tokens and, with causal attention, one that grows with the pairs of
 tokens of one document: ``S^2 / 2`` in a document of S tokens. A slice of L tokens that ends at token P of its sequence
@@ -114,7 +114,7 @@ Lengths = Sequence[Sequence[int]]
 
 
 def microbatch_factors(profile: LayerProfile, lengths: Lengths) -> list[dict[str, float]]:
-    """Factors of microbatches of these documents (`Problem.microbatch_factors`), beside the profile's microbatch.
+    """Factors of microbatches of these documents (`Problem.microbatch_factors`), relative to the profile's microbatch.
 
     The time is that of the whole model: one factor holds for all stages and ops. Raises InputError for a microbatch
     that is too large against the profile's.

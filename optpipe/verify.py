@@ -125,8 +125,8 @@ class _Verifier:
             return None
         modes = np.zeros((len(self.problem.stages), self.problem.units), np.int64)
         whole = np.array([stage.offload is not None for stage in self.problem.stages])
-        away = self.ops[np.flatnonzero(self.ops.kind == KINDS.index("O"))]
-        modes[away.stage, away.microbatch] = whole[away.stage]
+        offloads = self.ops[np.flatnonzero(self.ops.kind == KINDS.index("O"))]
+        modes[offloads.stage, offloads.microbatch] = whole[offloads.stage]
         for stream in self.streams:
             for index, name in stream.modes.items():
                 op = stream.ops[index]

@@ -101,7 +101,7 @@ def _refuse_folder(file: Path) -> None:
 def upgrade(data_folder: Path) -> tuple[int, int]:
     """Bring an embedded PostgreSQL to the installed major version by a backup; the version before, and now.
 
-    The old files stay beside the new ones, as ``postgresql.old``; where anything fails they are put back. Raises
+    The old files stay next to the new ones, as ``postgresql.old``; where anything fails they are put back. Raises
     InputError where a service uses the folder, or the old version is not installed too; DatabaseGoneError.
     """
     before, now = version_of_files(data_folder)

@@ -1,7 +1,7 @@
 """PostgreSQL connections: addresses, transactions with a deadline, prepared statements, LISTEN.
 
-Frequent statements are built once with SQLAlchemy and sent by its driver, psycopg, itself: SQLAlchemy's own way to have
-one executed costs this process seven times as much, and as long as everything else about a request together.
+Frequent statements are built once with SQLAlchemy and sent by its driver, psycopg, itself: to have SQLAlchemy
+execute one costs this process seven times as much, and as long as everything else about a request together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ANSWER_S = 10.0
 """A transaction that takes longer counts as lost."""
 
 WAIT_S = 30.0
-"""Longest wait for a connection while others use all of them: that is load, not a database that is away."""
+"""Longest wait for a connection while others use all of them: that is load, not a database that is down."""
 
 CONNECT_S = 3
 POOLED = 10
@@ -169,7 +169,7 @@ async def _checked_out(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
 
 
 _GIVEN_BACK: set[asyncio.Future[None]] = set()
-"""Connections on their way back to the pool: the event loop holds its tasks by weak references alone."""
+"""Connections that return to the pool: the event loop holds its tasks by weak references alone."""
 
 
 def _give_back(checking_out: asyncio.Future[AsyncConnection]) -> None:

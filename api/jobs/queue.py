@@ -2,7 +2,7 @@
 
 A job waits or runs if and only if it has a row there. Order, priorities, locks and the finding of silent workers'
 jobs are pgqueuer's; its loop (`QueueManager`) is not used, because its writes do not ask whose a job is now, it does
-not count lost workers, and it ends where the database is away for a moment.
+not count lost workers, and it ends where the database is down for a moment.
 
 Each owner has an entrypoint of pgqueuer, and owners take turns: the next job is one of the owner with the fewest
 running jobs, and of these of the one that was served longest ago. So a priority counts among the owner's own jobs only.
@@ -383,7 +383,7 @@ class HeartbeatGrace:
         self._heartbeat_s = heartbeat_s
         self._seen_s = clock()
         self._until_s = float("-inf")
-        self._away = False
+        self._is_down = False
 
     @property
     def active(self) -> bool:
@@ -392,15 +392,15 @@ class HeartbeatGrace:
         late = now_s - self._seen_s > self._heartbeat_s / 2  # a worker polls twice as often, unless it is held up
         if late and now_s > self._until_s + self._heartbeat_s:
             self._until_s = now_s + self._heartbeat_s
-        return self._away or now_s < self._until_s
+        return self._is_down or now_s < self._until_s
 
     def database_answered(self) -> None:
         """Note that the database has answered."""
         self._seen_s = self._clock()
-        if self._away:
-            self._away = False
+        if self._is_down:
+            self._is_down = False
             self._until_s = self._seen_s + self._heartbeat_s
 
     def database_lost(self) -> None:
         """Note that the database has not answered."""
-        self._away = True
+        self._is_down = True

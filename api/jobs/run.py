@@ -5,7 +5,7 @@ other seeds and another order of searches. They meet in the stored incumbent: ea
 its heartbeats what others have stored. The primary one ends the job, at a proof of any of them; the loss of a helper
 loses nothing.
 
-During an outage of the database the solve goes on; results are stored when it is back.
+During an outage of the database the solve continues; results are stored when it is back.
 """
 
 from __future__ import annotations

@@ -284,16 +284,16 @@ class Store:
         removed meanwhile, or where `key`, with which they are read, is revoked or expired).
         """
         until = time.monotonic() + wait_s
-        with self._told(str(job_id), _revocation(key)) as told:
+        with self._notified(str(job_id), _revocation(key)) as changed:
             while True:
-                told.clear()
+                changed.clear()
                 newer = await self._job_events.ask((job_id, owner, key), after)
                 left_s = until - time.monotonic()
                 if newer or left_s <= 0:
                     return newer
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left_s, LOOK_AGAIN_S)):
-                        await told.wait()
+                        await changed.wait()
 
     async def _read_job_events(
         self, subject: tuple[UUID, UUID | None, UUID | None], revisions: Collection[int]
@@ -327,16 +327,16 @@ class Store:
         Raises NotFoundError where `key`, with which they are read, is revoked or expired.
         """
         until = time.monotonic() + wait_s
-        with self._told(str(owner), _revocation(key)) as told:
+        with self._notified(str(owner), _revocation(key)) as changed:
             while True:
-                told.clear()
+                changed.clear()
                 batch = await self._owner_events.ask((owner, key), after)
                 left_s = until - time.monotonic()
                 if batch.events or left_s <= 0:
                     return batch
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left_s, LOOK_SOON_S if batch.more else LOOK_AGAIN_S)):
-                        await told.wait()
+                        await changed.wait()
 
     async def wait_until_ended(
         self, job_id: UUID, owner: UUID | None = None, wait_s: float = 0, key: UUID | None = None
@@ -450,28 +450,28 @@ class Store:
         return _key(row)
 
     @contextmanager
-    def _told(self, *subjects: str) -> Iterator[asyncio.Event]:
+    def _notified(self, *subjects: str) -> Iterator[asyncio.Event]:
         """An event that is set by every change of a job, or of any job of an owner, or when a key is revoked."""
-        told = asyncio.Event()
+        changed = asyncio.Event()
         for subject in subjects:
-            self._waiting[subject].add(told)
+            self._waiting[subject].add(changed)
         try:
-            yield told
+            yield changed
         finally:
             for subject in subjects:
-                self._waiting[subject].discard(told)
+                self._waiting[subject].discard(changed)
                 if not self._waiting[subject]:
                     del self._waiting[subject]
 
     def _changed(self, payload: str) -> None:
         for subject in payload.split():
-            for told in self._waiting.get(subject, ()):
-                told.set()
+            for changed in self._waiting.get(subject, ()):
+                changed.set()
 
     def _anything_changed(self) -> None:
         for waiting in self._waiting.values():
-            for told in waiting:
-                told.set()
+            for changed in waiting:
+                changed.set()
 
 
 _EVENTS = Statement(

@@ -14,7 +14,7 @@
     workers          workers that live, and when each was last seen
     totals           what all workers have counted for the metrics since the tables were made
 
-pgqueuer's own tables lie beside them: a row there for each job that waits or runs.
+pgqueuer's own tables lie next to them: a row there for each job that waits or runs.
 """
 
 from __future__ import annotations

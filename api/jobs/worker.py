@@ -107,7 +107,7 @@ class Worker:
         _log.info("worker ended", worker=str(self.id))
 
     async def _take_up(self) -> None:
-        """Lease and start as many jobs as there are free slots, none beside one that must be alone.
+        """Lease and start as many jobs as there are free slots, none together with one that must be alone.
 
         A slot in which it helps with another worker's job is as good as free. What is free then may help.
         """
@@ -126,8 +126,8 @@ class Worker:
             self._grace.database_lost()
             return
         self._grace.database_answered()
-        in_the_way = len(helping) if any(lease.alone for lease in claimed) else len(claimed) + len(helping) - free
-        for run in helping[: max(in_the_way, 0)]:
+        to_stop = len(helping) if any(lease.alone for lease in claimed) else len(claimed) + len(helping) - free
+        for run in helping[: max(to_stop, 0)]:
             run.leave()
         for lease in (*claimed, *await self._shares(picker, claimed, free - len(helping) - len(claimed))):
             run = Run(self._workplace, lease)

@@ -26,7 +26,7 @@ READ_TIMEOUT_S = 30.0
 
 LOG = logging.getLogger("optpipe.client")
 
-TOLD_PAUSE_S = 1.0
+ANNOUNCED_PAUSE_S = 1.0
 """Pause from which on it is logged that the server does not answer; shorter interruptions pass unseen."""
 
 MOST_WAIT_S = 60.0
@@ -47,16 +47,16 @@ class Pauses:
         """Start over after a response of the server."""
         self._until = time.monotonic() + self.patience_s
         self._pause_s = FIRST_PAUSE_S
-        self._is_told = False
+        self._is_announced = False
 
     def pause(self, error: ServiceError) -> None:
         """Wait before the next attempt, at least as long as the server asks. Raises `error` after the retry timeout."""
         pause_s = max(self._pause_s * random.uniform(0.5, 1), error.retry_after_s)
         if time.monotonic() + pause_s > self._until:
             raise error
-        if self._pause_s >= TOLD_PAUSE_S and not self._is_told:
+        if self._pause_s >= ANNOUNCED_PAUSE_S and not self._is_announced:
             LOG.warning("%s Trying again for %.0f s.", error, self.patience_s)
-            self._is_told = True
+            self._is_announced = True
         time.sleep(pause_s)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 

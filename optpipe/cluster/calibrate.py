@@ -102,7 +102,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """True if the device has room, beside what the driver and communicators take."""
+        """True if the device has room, in addition to what the driver and communicators take."""
         return self.reserved_bytes + self.software.context_bytes <= self.capacity_bytes
 
 

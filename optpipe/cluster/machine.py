@@ -49,7 +49,7 @@ FEATURES = (*SHARES, "launch", "step")
 
 
 class Facts(Document):
-    """Figures of a data sheet. Rates are one way, of one GPU; `gpus_per_node` is a node or an NVLink domain.
+    """Figures of a data sheet. Rates are in one direction, of one GPU; `gpus_per_node` is a node or an NVLink domain.
 
     `operations_bf16_per_s` and so on are dense peaks. `host_shared_by` GPUs share the copies to and from the host.
     """

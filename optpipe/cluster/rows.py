@@ -85,7 +85,7 @@ class _RefusedError(Exception):
 
 
 def read_rows(path: Path, models: Path | None = None) -> tuple[list[Row], list[Skipped]]:
-    """Read the rows of a table; `models`: configurations by name, beside those that come with the program.
+    """Read the rows of a table; `models`: configurations by name, in addition to those that come with the program.
 
     Raises InputError if the file is no such table.
     """

@@ -12,7 +12,7 @@ GIB = 2**30
 class Software:
     """A trainer with its kernels. The default is Megatron-Core of 2025 with Transformer Engine.
 
-    `gradient_bytes`: of a parameter. `norm_bytes`: kept of a norm for each element of the hidden width, beside its
+    `gradient_bytes`: of a parameter. `norm_bytes`: kept of a norm for each element of the hidden width, besides its
     input. `score_bytes`: kept of a score of attention, 0 where it is fused. `loss_bytes`: what the loss makes of a
     logit; logits are divided by tensor parallelism unless `logits_divided` is False. `reserved`: memory that the
     allocator reserves over what is allocated. `context_bytes`: taken by the driver, communicators and libraries.

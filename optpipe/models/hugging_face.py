@@ -323,10 +323,10 @@ class HuggingFace:
         return [Unit((*before, *names[0])), *map(Unit, names[1:]), Unit(tuple(behind))]
 
     def _order_of_run(self) -> list[str]:
-        """The layers and the modules beside them in the order in which the model runs them.
+        """The layers and the other modules in the order in which the model runs them.
 
         Found by running the model on two tokens, with all of these absent: with layers that return hidden states, or,
-        where those do not reach the last layer so, that return them in a tuple. Where it runs in neither way, found by
+        where those do not reach the last layer so, that return them in a tuple. Where it does neither, found by
         its pipeline plan.
         """
         self._in_tuple: str | None = None
@@ -413,7 +413,7 @@ class HuggingFace:
         return {str(module.main_input_name) for module in modules if hasattr(module, "main_input_name")}
 
     def _everywhere(self, whole: PreTrainedModel) -> set[str]:
-        """Modules beside the layers that belong to no unit: those without parameters."""
+        """Modules other than layers that belong to no unit: those without parameters."""
         cut = {name for unit in self.units for name in unit.modules}
         parents = [(parent, whole.get_submodule(parent)) for parent in self._spine]
         names = {

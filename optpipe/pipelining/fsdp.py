@@ -3,7 +3,7 @@
 FSDP reduces gradients in the backward. Here weight gradients may come later, so within a step it only adds them up,
 and the reduction begins where the program says that the last W is done.
 
-This is the one file of `optpipe.pipelining` that uses private names of torch: FSDPModule has no public way to begin a
+This is the one file of `optpipe.pipelining` that uses private names of torch: FSDPModule has no public call to begin a
 reduction outside of a backward, nor to ask whether a module reshards. (The runtime's are in
 `optpipe.runtime.torch_private`.) Tried with torch 2.13.0 on the CPU over gloo, and with the versions that
 tests/optpipe/pipelining/test_torch_versions.py names.
@@ -90,7 +90,7 @@ class GatherAhead:
     """Keeps FSDP's gathering ahead of the backward within the microbatch whose turn it is.
 
     FSDP notes the order in which forwards go through its groups, and gathers in a backward the one before. With several
-    microbatches under way it would go on to another one's last group at the end of each backward, which would hold
+    microbatches in progress it would go on to another one's last group at the end of each backward, which would hold
     memory until the stage's next op.
     """
 

@@ -1,4 +1,4 @@
-"""Schedules that are found while a trainer runs: its steps are recorded, rank 0 solves beside it, all ranks change.
+"""Schedules that are found while a trainer runs: its steps are recorded, rank 0 solves meanwhile, all ranks change.
 
 Running a schedule needs no solver here: `python -m optpipe` solves, in a process of its own.
 """

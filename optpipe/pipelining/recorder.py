@@ -295,24 +295,24 @@ class _Observed:
 def recording_schedule(
     placement: Sequence[int], microbatches: int, *, offload: bool = True, modes: Sequence[str] = ()
 ) -> Schedule:
-    """A schedule to measure by, for stages on these devices: one microbatch after the other, in all ways in turns.
+    """A schedule to measure by, for stages on these devices: one microbatch after the other, with all options in turns.
 
-    The ways are BW; B and W; BW after O and R, if `offload`; and for each of `modes`, names of activation modes, BW
+    The options are BW; B and W; BW after O and R, if `offload`; and for each of `modes`, names of activation modes, BW
     after C, CB and W, and CBW. A name with "+offload" behind it adds one more, its copies before C; copies in low
     precision are one, BW after O and R. So every op is alone on its device and no step needs more memory than one
     microbatch; it is as slow as one device. Raises InputError for an empty placement, no microbatch, or fewer
-    microbatches than ways where there are `modes`.
+    microbatches than options where there are `modes`.
     """
-    ways: list[tuple[str, str]] = [("", "BW"), ("", "B W")]
-    ways += [("", "O R BW")] if offload else []
-    ways += [(name, "O R BW") for name in modes if name in IN_LOW_PRECISION]
+    options: list[tuple[str, str]] = [("", "BW"), ("", "B W")]
+    options += [("", "O R BW")] if offload else []
+    options += [(name, "O R BW") for name in modes if name in IN_LOW_PRECISION]
     modes = [name for name in modes if name not in IN_LOW_PRECISION]
     for name in dict.fromkeys(map(without_offload, modes)):
-        ways += [(name, "C BW"), (name, "CB W"), (name, "CBW")]
-    ways += [(name, "O R C BW") for name in modes if name.endswith(WITH_OFFLOAD)]
-    names = list(dict.fromkeys(name for name, _ in ways if name))
-    if names and microbatches < len(ways):
-        detail = f"is {microbatches}, but {len(ways)} ways are to be recorded. Maybe name fewer modes at once."
+        options += [(name, "C BW"), (name, "CB W"), (name, "CBW")]
+    options += [(name, "O R C BW") for name in modes if name.endswith(WITH_OFFLOAD)]
+    names = list(dict.fromkeys(name for name, _ in options if name))
+    if names and microbatches < len(options):
+        detail = f"is {microbatches}, but {len(options)} options are to be recorded. Maybe name fewer modes at once."
         raise InputError([Issue("microbatches", "too_few", detail)])
     copy: dict[str, Any] = {"bytes": 1, "offload_us": 1, "reload_us": 1}
     stage: dict[str, Any] = {"forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
@@ -336,8 +336,8 @@ def recording_schedule(
     lists: list[tuple[list[Op], list[Op], list[Op]]] = [([], [], []) for _ in problem.devices]
     numbers = np.zeros((len(placement), microbatches), np.int64)
     for i in range(microbatches):
-        name, way = ways[i % len(ways)]
-        kinds = way.split()
+        name, ops = options[i % len(options)]
+        kinds = ops.split()
         for s, device in enumerate(placement):
             compute, out, back = lists[device]
             compute.append(Op("F", s, i))

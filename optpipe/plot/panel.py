@@ -39,7 +39,7 @@ from optpipe.units import Unit, bytes_text, count_text, memory_unit, percent_tex
 
 POINTS_PER_INCH = 72
 GUTTER_INCHES = 0.1
-"""Gap between the panel and the text beside it."""
+"""Gap between the panel and the text at its sides."""
 NARROWEST_INCHES, WIDEST_INCHES = 12.5, 22.0
 """Limits of the width of a figure that depends on the number of its boxes."""
 
@@ -113,12 +113,12 @@ class Panel:
         return self.width * POINTS_PER_INCH / (self.end_us - self.start_us)
 
     def text_left(self, y: float, text: str, **look: object) -> Text:
-        """Text beside the panel, ending at its left edge; `y` in inches from its top."""
+        """Text left of the panel, ending at its edge; `y` in inches from its top."""
         label = self._text(-GUTTER_INCHES, y, text, ha="right", va="center_baseline", **look)
         return _shrunk(label, self.margins.left - 2 * GUTTER_INCHES)
 
     def text_right(self, y: float, text: str, inches: float = GUTTER_INCHES, **look: object) -> Text:
-        """Text beside the panel, from `inches` right of its right edge."""
+        """Text right of the panel, from `inches` right of its right edge."""
         return self._text(self.width + inches, y, text, va="center_baseline", **look)
 
     def text_above(self, inches: float, text: str, **look: object) -> Text:

@@ -1,7 +1,7 @@
 """Check of a profile's prediction: runs steps of a schedule of the measured problem, with the stages measured.
 
 Devices of one process run in turns, so the predicted step time is the sum of the times of all ops and messages. The
-pipeline itself is compared by the trace: the makespan re-timed with the durations measured in a step, beside the
+pipeline itself is compared by the trace: the makespan re-timed with the durations measured in a step, next to the
 makespan that the profile predicted.
 """
 

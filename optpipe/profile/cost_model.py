@@ -236,7 +236,7 @@ class Machine(Document):
 
     `teraflops` is the rate that matrix products achieve, not the peak of a data sheet. `memory_gb` is the memory that
     the model may use, in 1e9 bytes. `link_gb_per_s` and `copy_gb_per_s` are the rates between devices and to the host,
-    one way, in 1e9 bytes per second.
+    in one direction, in 1e9 bytes per second.
     """
 
     teraflops: Positive

@@ -26,7 +26,7 @@ from optpipe.profile.ops import (
     measure_op_times,
     measure_slice_times,
 )
-from optpipe.profile.slices import LengthCosts, Slicing, beside_mean, fit_length_costs, passes_us
+from optpipe.profile.slices import LengthCosts, Slicing, fit_length_costs, passes_us, relative_to_mean
 from optpipe.profile.subject import Chain, Subject
 from optpipe.profile.transfers import Contention, Transfers, contention_of_all, measure_transfers
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
@@ -147,7 +147,7 @@ class Measured:
         """Origin of the numbers, for documents."""
         compiled = [s for s, stage in enumerate(self.stages) if not stage.splits]
         times = f"medians of {min(stage.times['BW'].count for stage in self.stages)} rounds ({self.clock} clock)"
-        parts = [f"measured on {self.hardware}", times, f"transfers: {self.transfers.way}", self.contention.how]
+        parts = [f"measured on {self.hardware}", times, f"transfers: {self.transfers.transport}", self.contention.how]
         if self.compared:
             parts.append(f"the cut model computes what the uncut one does on {self.compared} microbatch(es)")
         if compiled:
@@ -207,7 +207,7 @@ class Measured:
                 [spread.median_us if spread else 0.0 for spread in one.spreads] for one in self.slice_transfers
             ]
             data["transfer_us"] = [round(mean(times_us), 1) for times_us in zip(*of_slices, strict=True)] or 0
-            transfer = beside_mean([sum(times_us) for times_us in of_slices])
+            transfer = relative_to_mean([sum(times_us) for times_us in of_slices])
             for stage, f in zip(stages, self.stages, strict=True):
                 factors = f.slicings[-1].factors() | {"transfer": transfer}
                 stage["slice_factors"] = {name: values for name, values in factors.items() if set(values) != {1.0}}
@@ -480,7 +480,7 @@ def _layer(name: str, figures: StageFigures, output_bytes: int) -> dict[str, Any
 
 
 def _attention(figures: StageFigures) -> dict[str, Any]:
-    """The part of a layer's times that is causal attention, and what slices take beside, where slices were measured."""
+    """Times of causal attention in a layer, and what slices take beyond it, where slices were measured."""
     if not figures.slicings:
         return {}
     parts: dict[str, float] = {}

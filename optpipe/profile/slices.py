@@ -1,6 +1,6 @@
 """Slices of sequences as they were measured, and the parts of their times: by tokens, by attention, and fixed.
 
-A slice runs with the keys and values of the earlier ones. Beside its share of the whole sequence's time it takes what
+A slice runs with the keys and values of the earlier ones. Beyond its share of the whole sequence's time it takes what
 an op takes whatever its length, what it costs to join keys and values, and a mask over all of the earlier positions,
 where a whole causal sequence skips what lies behind each. So the parts are fitted to the times of slices, not derived
 from a formula.
@@ -27,7 +27,7 @@ EXACTLY = 1000.0
 
 @dataclass(frozen=True)
 class Slicing:
-    """One way to cut sequences on a stage: tokens, times of ops by kind, and sizes, of each slice."""
+    """A cut of sequences into slices on a stage: tokens, times of ops by kind, and sizes, of each slice."""
 
     lengths: tuple[int, ...]
     times: Sequence[Mapping[str, Spread]]
@@ -41,7 +41,7 @@ class Slicing:
 
     @property
     def shares(self) -> list[Fraction]:
-        """Length of each slice beside that of a mean slice, as it stands in `slices.factors.bytes`."""
+        """Length of each slice relative to that of a mean slice, as it stands in `slices.factors.bytes`."""
         n, sequence = len(self.lengths), sum(self.lengths)
         return [Fraction(str(round(n * length / sequence, DECIMALS))) for length in self.lengths]
 
@@ -90,13 +90,13 @@ class Slicing:
         )
 
     def factors(self) -> dict[str, list[float]]:
-        """Factors of the slices beside a mean one, lists of `SliceFactors` by name."""
+        """Factors of the slices relative to a mean one, lists of `SliceFactors` by name."""
         passes = [passes_us(one) for one in self.times]
-        factors = {name.removesuffix("_us"): beside_mean([one[name] for one in passes]) for name in passes[0]}
+        factors = {name.removesuffix("_us"): relative_to_mean([one[name] for one in passes]) for name in passes[0]}
         again = [kind for kind in self.times[0] if kind.startswith("C ")]  # in each mode that recomputes
         factors["recompute"] = factors["forward"]
         if again:
-            factors["recompute"] = beside_mean([sum(one[kind].median_us for kind in again) for one in self.times])
+            factors["recompute"] = relative_to_mean([sum(one[kind].median_us for kind in again) for one in self.times])
         return factors | {"bytes": [float(share) for share in self.shares]}
 
 
@@ -110,7 +110,7 @@ def passes_us(times: Mapping[str, Spread]) -> dict[str, float]:
     return dict(zip(("forward_us", "backward_input_us", "backward_weight_us"), [*own_us, 0.0], strict=False))
 
 
-def beside_mean(values: Sequence[float]) -> list[float]:
+def relative_to_mean(values: Sequence[float]) -> list[float]:
     """Values as multiples of their mean; ones where that is 0."""
     middle = mean(values)
     return [round(value / middle, DECIMALS) if middle else 1.0 for value in values]
@@ -119,7 +119,7 @@ def beside_mean(values: Sequence[float]) -> list[float]:
 class LengthCosts(NamedTuple):
     """Parts of an op's times that are not in proportion to the tokens.
 
-    `attention_us` is that of causal attention on the whole sequence; `slice_us` is what each slice takes beside its
+    `attention_us` is that of causal attention on the whole sequence; `slice_us` is what each slice takes beyond its
     share.
     """
 

@@ -30,9 +30,9 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class Transfers:
-    """Times by boundary, None if both stages are on one device, and `way`, a description of the transport."""
+    """Times by boundary, None if both stages are on one device, and a description of the transport."""
 
-    way: str
+    transport: str
     spreads: Sequence[Spread | None]
 
     def bytes_per_us(self, message_bytes: Sequence[int]) -> float | None:
@@ -54,9 +54,11 @@ def measure_transfers(
     Collective under torchrun, where rank = device. Raises RunFailedError if a process has ended.
     """
     processes, group = dist.is_initialized(), None
-    way = "copies between streams of one process" if device.type == "cuda" else "mailbox copies within one process"
+    transport = (
+        "copies between streams of one process" if device.type == "cuda" else "mailbox copies within one process"
+    )
     if processes:
-        way = "NCCL between processes" if device.type == "cuda" else "gloo between processes"
+        transport = "NCCL between processes" if device.type == "cuda" else "gloo between processes"
         if device.type == "cuda":
             with peer_errors("the group in which GPUs send"):
                 group = dist.new_group(backend="nccl")
@@ -74,7 +76,7 @@ def measure_transfers(
         if spread:
             own_spreads[str(b)] = asdict(spread)
     spreads = {int(b): Spread(**data) for part in gather(own_spreads) for b, data in part.items()}
-    return Transfers(way, [spreads.get(b) for b in range(len(messages))])
+    return Transfers(transport, [spreads.get(b) for b in range(len(messages))])
 
 
 def _within_process(pair: tuple[int, int], spec: Spec, device: torch.device, clock: ClockName) -> Spread:

@@ -42,7 +42,7 @@ SMALL_SHARE = 16
 """Storages smaller than this part of the largest keep their precision: statistics, on each of which much depends."""
 
 CHUNK = 2**20
-"""Entries that are converted at once, so that little memory is needed beside the activation."""
+"""Entries that are converted at once, so that little memory is needed in addition to the activation."""
 
 
 class _Slot:

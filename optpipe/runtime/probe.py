@@ -207,7 +207,7 @@ def _measured(stage: Stage, probes: Sequence[_Probe]) -> list[StageSizes]:
 def _measured_again(
     probes: Sequence[_Probe], sizes: Sequence[StageSizes], mode: str, inside: Collection[str]
 ) -> list[RecomputedSizes]:
-    """Sizes of slices that are recomputed in a mode, beside those of slices that are kept."""
+    """Sizes of slices that are recomputed in a mode, compared with those of slices that are kept."""
     meter = probes[0].meter
     with meter, meter.on(0):
         forwards = [probe.forward(fused=True, mode=mode) for probe in probes]

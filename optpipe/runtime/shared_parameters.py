@@ -104,7 +104,7 @@ def hold_once(shared: Sequence[SharedParameter], modules: Mapping[int, nn.Module
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Everywhere in the module, by the ordinary way: some modules keep lists of their weights."""
+    """Everywhere in the module, as an ordinary attribute: some modules keep lists of their weights."""
     if new is old:
         return
     for part in module.modules():

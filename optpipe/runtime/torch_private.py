@@ -1,4 +1,4 @@
-"""Private names of torch, all that the runtime uses: what has no public way, in one place, each with its reason.
+"""Private names of torch, all that the runtime uses: what no public name offers, in one place, each with its reason.
 
 FSDP2's are in `optpipe.pipelining.fsdp`. Elsewhere only attributes of tensors, storages and modules are read that torch
 does not document but has had for years: `_version`, `_cdata`, `_parameters`, `_buffers`, `_modules`, dicts of hooks,

@@ -37,7 +37,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Clock:
-    """This process's clock minus rank 0's, in nanoseconds, known to within `error_ns` either way."""
+    """This process's clock minus rank 0's, in nanoseconds, known to plus or minus `error_ns`."""
 
     offset_ns: int = 0
     error_ns: int = 0

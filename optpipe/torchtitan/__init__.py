@@ -49,7 +49,7 @@ class PlannedParallelismConfig(ParallelismConfig):  # type: ignore[misc]  # torc
     """A folder for the records of a few steps, for 'optpipe profile --from-run'. The steps run one microbatch after the
     other, or by `planned_schedule` if it is set too."""
     online: bool = False
-    """Record the first steps, solve beside the training, and change to the schedules that are found."""
+    """Record the first steps, solve during the training, and change to the schedules that are found."""
     solve_seconds: float = 30.0
     """Time limit of a search."""
     stage_placement: str = "linear"

@@ -196,14 +196,14 @@ def _devices(trace: Trace, planned: Spans, measured: Spans, spans: Spans) -> Ite
     for device, plan in zip(trace.devices, trace.schedule.devices, strict=True):
         before, after = ({op: times[op] for op in device.ops} for times in (planned, spans))
         collectives = [action for action in device.actions if action.action in COLLECTIVES]
-        beside = [op for other in trace.devices if other.process == device.process for op in other.ops]
+        concurrent = [op for other in trace.devices if other.process == device.process for op in other.ops]
         yield DeviceFigures(
             planned_bubble=1 - _ratio(_work(before), planned_step_us),
             bubble=1 - _ratio(_work(after), step_us),
             planned_busy_us=_work(before),
             busy_us=_work(after),
             planned_hidden=_hidden(planned, device.ops, device.ops),
-            hidden=_hidden(measured, device.ops, beside),
+            hidden=_hidden(measured, device.ops, concurrent),
             schedule_peak_bytes=plan.peak_bytes,
             planned_peak_bytes=device.planned_peak_bytes,
             peak_bytes=device.peak_bytes,
@@ -215,13 +215,13 @@ def _devices(trace: Trace, planned: Spans, measured: Spans, spans: Spans) -> Ite
         )
 
 
-def _hidden(spans: Spans, moved: Iterable[Op], beside: Iterable[Op]) -> float | None:
-    """Share of the time of the copies among `moved` during which compute of `beside` runs; None without copies."""
+def _hidden(spans: Spans, moved: Iterable[Op], concurrent: Iterable[Op]) -> float | None:
+    """Share of the time of the copies among `moved` during which compute of `concurrent` runs; None without copies."""
     copies = [spans[op] for op in moved if op.stream != "compute"]
     total_us = sum(copy.duration_us for copy in copies)
     if not total_us:
         return None
-    compute = _merged([spans[op] for op in beside if op.stream == "compute"])
+    compute = _merged([spans[op] for op in concurrent if op.stream == "compute"])
     begins, ends = np.array(compute, np.float64).reshape(-1, 2).T
     done_us = np.concatenate([[0.0], np.cumsum(ends - begins)])
     at = np.stack([begins, ends], axis=1).ravel()

@@ -139,7 +139,7 @@ def is_profile(path: Path) -> bool:
 def load_profiles(paths: Sequence[Path], chunks: int | None = None) -> Trace:
     """The last complete step in the profiles of all ranks, in the order of the pipeline.
 
-    `chunks`: stages of a rank where ranges have no numbers; None: by their order. The plan beside the step has the same
+    `chunks`: stages of a rank where ranges have no numbers; None: by their order. The plan of the step has the same
     order, each op with the median time of its kind and stage, and as many microbatches in flight as its budget. Raises
     InputError where ops are missing.
     """

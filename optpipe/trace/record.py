@@ -193,7 +193,7 @@ def load_records(folder: Path) -> list[RankRecord]:
 
 
 def trace_of_records(records: Sequence[RankRecord]) -> Trace:
-    """The last timed step of a recorded run, beside the planned schedule that it ran.
+    """The last timed step of a recorded run, with the planned schedule that it ran.
 
     Memory is that of the step in which it was counted. Of replicas, those of the lowest rank. Raises InputError for a
     run by another class of schedules.

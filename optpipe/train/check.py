@@ -61,7 +61,7 @@ LIMITS_OF_COPIES = {"bf16": 2.0**-8, "fp8": 2.0**-4}
 """The same where activations come back in low precision: the rounding of one entry. Sums mostly differ by less."""
 
 AUTOCAST_LIMIT_ON_CPU = 1e-5
-"""There the order is the same: the error was below 1e-6, and a step that left autocast out is 0.006 away."""
+"""There the order is the same: the error was below 1e-6, and a step that left autocast out differs by 0.006."""
 
 MOST_OF_ROUNDING = 0.25
 """Rounding changes most gradients by less: 0.04 was measured for copies in fp8, which have 4 bits."""

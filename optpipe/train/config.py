@@ -314,7 +314,7 @@ class CheckpointConfig(Group):
     keep: StrictInt = Field(default=2, ge=1, le=10**6)
     """newest checkpoints that are kept"""
     asynchronous: StrictBool = False
-    """checkpoints are written while training goes on, from a copy of the state in the host's memory"""
+    """checkpoints are written while training continues, from a copy of the state in the host's memory"""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume from the newest complete checkpoint, if there is any; must: from the newest, which must be
     complete; never: begin anew, in a folder without checkpoints"""
@@ -347,12 +347,12 @@ class OnlineConfig(Group):
     """share of the memory left free, such as 0.1 or 10%, for sizes that depend on the data; so far a measured peak may
     exceed plan and budget"""
     modes: StrictStr = OFFLOAD
-    """ways to hold an activation beside keeping it, by commas, as in 'optpipe profile': offload, full, selective, each
+    """options for activations that are not kept, by commas, as in 'optpipe profile': offload, full, selective, each
     but the first also with +offload; those of a given schedule are always measured"""
     time_limit_s: StrictFloat = Field(default=30.0, gt=0, le=1e6)
     """time limit of each search in seconds"""
     workers: StrictInt = Field(default=1, ge=1, le=1024)
-    """threads of a search beside the training"""
+    """threads of a search during the training"""
     rounds: StrictInt = Field(default=8, ge=1, le=10000)
     """rounds in which each op is measured before the first step"""
     first_step: StrictInt = Field(default=3, ge=0, le=10**9)
@@ -440,7 +440,7 @@ class TrainingConfig(Group):
     """One training run."""
 
     schedule: InstanceOf[Schedule] | None = None
-    """who computes what in which order, its sizes and times need not be this model's; None: it is solved for first"""
+    """the schedule to run, its sizes and times need not match this model; None: it is solved for first"""
     model: ModelConfig = Field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -164,7 +164,7 @@ class Launch:
 
 
 class PendingSum:
-    """Sum over all processes that is under way; complete at once in a single process."""
+    """Sum over all processes that is in progress; complete at once in a single process."""
 
     def __init__(self, values: torch.Tensor, work: dist.Work | None) -> None:
         self._values, self._work = values, work
@@ -195,7 +195,7 @@ def one_core_left() -> Iterator[None]:
     """Leave one core free for other processes, unless OMP_NUM_THREADS is set.
 
     Threads of an operator spin until the last of them is done. If another process is busy on one of their cores, every
-    operator waits for that core's next time slice: on two cores beside one busy process a step of the small model took
+    operator waits for that core's next time slice: on two cores with one busy process a step of the small model took
     15 s with two threads and 1.2 s with one (alone: 0.7 s with two).
     """
     before = torch.get_num_threads()
@@ -250,7 +250,7 @@ def launched(devices: int, timeout_seconds: float, replicas: int = 1, hardware: 
 
 
 def backends(hardware: torch.device) -> str:
-    """Backends of the process group: GPUs need gloo beside NCCL, for values gathered on the host."""
+    """Backends of the process group: GPUs need gloo and NCCL, for values gathered on the host."""
     return "cpu:gloo,cuda:nccl" if hardware.type == "cuda" else "gloo"
 
 

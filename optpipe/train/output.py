@@ -3,7 +3,7 @@
 The bubble of a step is the share of its wall time in which this process's thread got no CPU time (`time.thread_time`):
 gloo blocks while it waits for a message, and on the CPU operators and their backward run in the thread that issues
 them. That costs two clock reads a step and slows no action. Time in which other programs have the core counts too. It
-is not measured where devices take turns in one thread, nor on a GPU, which runs beside the host: there
+is not measured where devices take turns in one thread, nor on a GPU, which runs concurrently with the host: there
 `optpipe train --trace` measures.
 """
 
@@ -110,7 +110,7 @@ class Watch(Callback):
         )
 
     def _finish(self) -> None:
-        """Stop the clocks of the step under way. With post-validation its outcome comes one step later."""
+        """Stop the clocks of the step in progress. With post-validation its outcome comes one step later."""
         if self._begun is not None:
             step, wall_s, computed_s = self._begun
             computed, took = thread_time() - computed_s, perf_counter() - wall_s

@@ -1,4 +1,4 @@
-"""Results of training, what happens on the way, and the protocol of callbacks that follow a run."""
+"""Results of training, what happens meanwhile, and the protocol of callbacks that follow a run."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class DeviceMemory:
     the most that its offloads held on the host.
 
     `schedule_peak_bytes`: the peak with the sizes that the schedule was solved for, and `budget_bytes` its budget with
-    the messages beside it; None where the schedule is another model's, and where there is no budget.
+    the messages; None where the schedule is another model's, and where there is no budget.
     """
 
     peak_bytes: int

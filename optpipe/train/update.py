@@ -130,7 +130,7 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
 
 @dataclass(frozen=True)
 class _Pending:
-    """Step whose all-reduce is under way. `optimistic`: its update has been applied already.
+    """Step whose all-reduce is in progress. `optimistic`: its update has been applied already.
 
     `terms`: names of the terms of its loss.
     """

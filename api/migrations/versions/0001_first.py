@@ -1,4 +1,4 @@
-"""The first tables, and those of pgqueuer 1.6 beside them.
+"""The first tables, and those of pgqueuer 1.6.
 
 pgqueuer's are made by its own statements, here and not by its installer at each start, so that one revision says
 what the whole database is at. A pgqueuer that wants other tables needs a new revision here; a test says so.

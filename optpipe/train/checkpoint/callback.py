@@ -111,7 +111,7 @@ class CheckpointCallback(Callback):
             self._finish(self._writer)
         if folder is not None and writes and step > self._at:
             last = bool(signals) or step == self._config.steps
-            self._write(folder, step, beside=self._config.checkpoints.asynchronous and not last)
+            self._write(folder, step, asynchronous=self._config.checkpoints.asynchronous and not last)
         if signals and step < self._config.steps:
             self.stopped = True
             self.message = self._how_to_go_on(signals[0], step, folder)
@@ -121,15 +121,15 @@ class CheckpointCallback(Callback):
         if self._writer is not None:
             self._writer.join()
 
-    def _write(self, folder: Path, step: int, *, beside: bool) -> None:
+    def _write(self, folder: Path, step: int, *, asynchronous: bool) -> None:
         begin = perf_counter()
         try:
-            writer = CheckpointWriter(folder, self._config, self._model, step, self._disk, beside=beside)
+            writer = CheckpointWriter(folder, self._config, self._model, step, self._disk, asynchronous=asynchronous)
         except CheckpointError as error:
             self._fail(step, error)
             return
         self._begun = begin
-        if beside:
+        if asynchronous:
             self._writer = writer
             self._log(logging.INFO, f"copied the state of step {step} in {perf_counter() - begin:.2f} s")
         else:

@@ -31,8 +31,15 @@ from optpipe.train.checkpoint.files import (
 )
 from optpipe.train.checkpoint.write import OPTIMIZER, REPLICA, stage_tensors
 
-BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "generation_config.json", "chat_template*")
-"""Files that a folder of transformers has beside configuration and weights."""
+COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "generation_config.json",
+    "chat_template*",
+)
+"""Files that a folder of transformers has in addition to configuration and weights."""
 
 
 def to_hugging_face(checkpoint: Path, folder: Path) -> int:
@@ -54,7 +61,7 @@ def to_hugging_face(checkpoint: Path, folder: Path) -> int:
         raise CheckpointError(f"{path} {error}") from None
     model = document.options.get("model")
     begun_with = Path(str(model["name"]).removeprefix(PREFIX)) if isinstance(model, dict) else Path()
-    for pattern in BESIDE if begun_with.is_dir() else ():
+    for pattern in COPIED if begun_with.is_dir() else ():
         for file in begun_with.glob(pattern):
             if not (folder / file.name).exists():
                 shutil.copy(file, folder)

@@ -199,14 +199,14 @@ def refuse_unwritten(module: nn.Module) -> None:
 class CheckpointWriter:
     """One checkpoint, of the state before `step`, written by all processes together.
 
-    Made between two steps, with updates settled: what is written is the state at that moment. With `beside`, all of it
-    is copied to the host's memory at once, and a thread writes it while training goes on; without, each stage is copied
-    and written before `__init__` returns. `finish` publishes it. Both raise CheckpointError in every process if one
-    fails; then nothing is left of it.
+    Made between two steps, with updates settled: what is written is the state at that moment. If `asynchronous`, all
+    of it is copied to the host's memory at once, and a thread writes it while training continues; otherwise each stage
+    is copied and written before `__init__` returns. `finish` publishes it. Both raise CheckpointError in every process
+    if one fails; then nothing is left of it.
     """
 
     def __init__(
-        self, folder: Path, config: TrainingConfig, model: Model, step: int, disk: Disk, *, beside: bool = False
+        self, folder: Path, config: TrainingConfig, model: Model, step: int, disk: Disk, *, asynchronous: bool = False
     ) -> None:
         self.step = step
         self._folder, self._launch, self._disk = folder, model.launch, disk
@@ -234,10 +234,12 @@ class CheckpointWriter:
         # only when the files of all of them are on the disk.
         try:
             gather_or_raise(self._launch, self._begin)
-            if beside:
+            if asynchronous:
                 files: list[tuple[str, dict[str, Tensor]]] = []
                 gather_or_raise(self._launch, lambda: files.extend(_files_of(model)))
-                self._thread = Thread(target=self._write_beside, args=[files], name="optpipe-checkpoint", daemon=True)
+                self._thread = Thread(
+                    target=self._write_in_thread, args=[files], name="optpipe-checkpoint", daemon=True
+                )
                 self._thread.start()
             else:
                 self._parts = gather_or_raise(self._launch, lambda: self._write(_files_of(model)))
@@ -254,7 +256,7 @@ class CheckpointWriter:
         """Wait for the files of all processes and publish them; returns the checkpoint's size in bytes."""
         try:
             if self._thread is not None:
-                self._parts = gather_or_raise(self._launch, self._written_beside)
+                self._parts = gather_or_raise(self._launch, self._written_in_thread)
             return max(gather_or_raise(self._launch, self._publish))
         except CheckpointError:
             self._undo()
@@ -287,14 +289,14 @@ class CheckpointWriter:
             self._tensors |= dict.fromkeys(tensors, name)
         return {"files": self._files, "tensors": self._tensors, "generators": self._generators}
 
-    def _write_beside(self, files: list[tuple[str, dict[str, Tensor]]]) -> None:
+    def _write_in_thread(self, files: list[tuple[str, dict[str, Tensor]]]) -> None:
         try:
             while files:
                 self._write([files.pop(0)])  # the copies of a file are freed as soon as it is written
         except BaseException as error:
             self._error = error
 
-    def _written_beside(self) -> dict[str, Any]:
+    def _written_in_thread(self) -> dict[str, Any]:
         self.join()
         if self._error is not None:
             raise self._error

@@ -1,6 +1,6 @@
 """Re-solving callback: updated costs, background search, and switching when the prediction gains.
 
-Every process times its own ops. Rank 0 alone searches, in a process beside the training; no rank waits for a search.
+Every process times its own ops. Rank 0 alone searches, in a process of its own; no rank waits for a search.
 Its result is broadcast and all ranks switch together.
 
 When to switch: a found schedule must save at least `least_gain` of the step that the schedule in use predicts, both

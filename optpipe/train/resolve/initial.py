@@ -39,7 +39,7 @@ HEARTBEAT_S = 1.0
 """Interval in which rank 0 signals that it still searches: a collective times out, a search may take longer."""
 
 ADVISED_MESSAGES = 4
-"""Messages for which the advised memory has room: two each way, more than one microbatch at a time has waiting."""
+"""Messages for which the advised memory has room: two a direction, more than one microbatch at a time has waiting."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def initial_schedule(
 def _ending_on_interrupt(interrupted: Callable[[], bool], launch: Launch) -> OnRound:
     """Callback that ends the measuring of a single process at its next round after an interrupt.
 
-    One process of many goes on, because the others would wait for its measurements: all end together afterwards.
+    One process of many continues, because the others would wait for its measurements: all end together afterwards.
     """
     announced = False
 

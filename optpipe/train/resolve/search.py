@@ -54,7 +54,7 @@ class Search:
 
 
 class Solve(Protocol):
-    """Search that runs beside the training, in a process of its own."""
+    """Search that runs during the training, in a process of its own."""
 
     def poll(self) -> bool:
         """Return True if the search is over. Returns at once."""

@@ -238,7 +238,7 @@ class GPTTask:
         return (inputs, self._loss.with_tokens(targets)) if self._loss else (inputs, targets)
 
     def model_name(self, stage: int, name: str) -> str:
-        """Names of layers by their numbers in the model; `embedding` and `head` beside them."""
+        """Names of layers by their numbers in the model, `embedding` and `head`."""
         place, _, own = name.partition(".")
         cut = evenly(self.shape.layers, self._stages)
         layer = int(place) - (stage == 0)

@@ -233,7 +233,7 @@ def test_a_schedule_to_record_by_has_every_mode_that_is_asked_for(placement: lis
     lossy = recording_schedule(placement, 4, modes=["offload-fp8"])
     assert verify(lossy).ok, verify(lossy).violations
     assert lossy.mode_names == ["offload-fp8"]
-    with pytest.raises(InputError, match=r"microbatches is 6, but 7 ways are to be recorded\. Maybe name fewer modes"):
+    with pytest.raises(InputError, match=r"microbatches is 6, but 7 options are to be recorded\. Maybe name fewer"):
         recording_schedule(placement, 6, modes=MODES)
 
 

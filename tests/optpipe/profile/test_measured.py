@@ -171,7 +171,7 @@ def test_ratios() -> None:
 def test_only_boundaries_between_devices_are_measured() -> None:
     chain = build_chain(perceptron((4, 4, 4, 4)), CPU, 1, range(3))
     found = measure_transfers([0, 1, 1], chain.messages, torch.device("cpu"))
-    assert found.way == "mailbox copies within one process"
+    assert found.transport == "mailbox copies within one process"
     assert [one is None for one in found.spreads] == [False, True]
 
 
