@@ -7,8 +7,8 @@ where there are others: a wrapper may gather parameters in the one, and gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -192,38 +192,21 @@ def _messages(records: Iterable[RankRecord]) -> Mapping[int, int]:
 
 def _largest(replicas: Sequence[RecordedCosts]) -> RecordedCosts:
     """The slowest times and the largest bytes of the replicas of a stage."""
-
-    def most(get: Callable[[RecordedCosts], int]) -> int:
-        return max(map(get, replicas))
-
-    times: dict[str, float] = {}
-    workspaces: dict[str, int] = {}
-    for costs in replicas:
-        times |= {kind: max(us, times.get(kind, 0.0)) for kind, us in costs.times_us.items()}
-        workspaces |= {kind: max(size, workspaces.get(kind, 0)) for kind, size in costs.workspace_bytes.items()}
-    modes: dict[str, dict[str, Any]] = {}
-    for costs in replicas:
-        for name, entry in costs.modes.items():
-            modes[name] = _larger(modes[name], entry) if name in modes else dict(entry)
-    return RecordedCosts(
-        times,
-        most(lambda costs: costs.activation_bytes),
-        most(lambda costs: costs.backward_weight_bytes),
-        most(lambda costs: costs.offload_bytes),
-        workspaces,
-        most(lambda costs: costs.parameter_bytes),
-        most(lambda costs: costs.message_bytes),
-        replicas[0].splits,
-        ReplicaMemory(
-            most(lambda costs: costs.replica.gathered_bytes),
-            most(lambda costs: costs.replica.gather_workspace_bytes),
-            most(lambda costs: costs.replica.gradient_bytes),
-            most(lambda costs: costs.replica.reduced_bytes),
-            most(lambda costs: costs.replica.reduce_workspace_bytes),
-        ),
-        modes,
-        replicas[0].estimated,
-    )
+    most, *others = replicas
+    for other in others:
+        values: dict[str, Any] = {k: max(v, getattr(other, k)) for k, v in vars(most).items() if type(v) is int}
+        for name in ("times_us", "workspace_bytes"):
+            own = getattr(most, name)
+            values[name] = own | {
+                kind: max(value, own.get(kind, value)) for kind, value in getattr(other, name).items()
+            }
+        values["replica"] = ReplicaMemory(*map(max, astuple(most.replica), astuple(other.replica)))
+        values["modes"] = dict(most.modes) | {
+            name: _larger(most.modes[name], entry) if name in most.modes else entry
+            for name, entry in other.modes.items()
+        }
+        most = replace(most, **values)
+    return most
 
 
 def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

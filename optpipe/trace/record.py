@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -40,6 +40,21 @@ class Held(NamedTuple):
     after_bytes: int
 
 
+Row = TypeVar("Row", Timed, Held)
+
+
+def _columns(of: type[Row], rows: Sequence[Row]) -> dict[str, Any]:
+    """Columns of rows by name: those of the action, and those of what was recorded of it."""
+    kind, stage, microbatch = map(list, zip(*(row.key for row in rows), strict=True)) if rows else ([], [], [])
+    recorded = {name: [getattr(row, name) for row in rows] for name in of._fields[1:]}
+    return {"kind": kind, "stage": stage, "microbatch": microbatch, **recorded}
+
+
+def _rows(of: type[Row], columns: RecordedStep | RecordedMemory) -> Iterator[Row]:
+    keys = map(Op, columns.kind, columns.stage, columns.microbatch)
+    return map(of, keys, *(getattr(columns, name) for name in of._fields[1:]))
+
+
 class RecordedStep(Document):
     """Times of the actions of one step, one entry an action in each list, in the order in which they ran."""
 
@@ -58,20 +73,11 @@ class RecordedStep(Document):
     @classmethod
     def of(cls, rows: Sequence[Timed]) -> Self:
         """Columns of the rows."""
-        keys = [row.key for row in rows]
-        return cls(
-            kind=[key.kind for key in keys],
-            stage=[key.stage for key in keys],
-            microbatch=[key.microbatch for key in keys],
-            turn_ns=[row.turn_ns for row in rows],
-            start_ns=[row.start_ns for row in rows],
-            end_ns=[row.end_ns for row in rows],
-        )
+        return cls(**_columns(Timed, rows))
 
     def rows(self) -> Iterator[Timed]:
         """One row an action."""
-        keys = map(Op, self.kind, self.stage, self.microbatch)
-        return map(Timed, keys, self.turn_ns, self.start_ns, self.end_ns)
+        return _rows(Timed, self)
 
 
 class RecordedMemory(Document):
@@ -92,20 +98,11 @@ class RecordedMemory(Document):
     @classmethod
     def of(cls, rows: Sequence[Held]) -> Self:
         """Columns of the rows."""
-        keys = [row.key for row in rows]
-        return cls(
-            kind=[key.kind for key in keys],
-            stage=[key.stage for key in keys],
-            microbatch=[key.microbatch for key in keys],
-            before_bytes=[row.before_bytes for row in rows],
-            peak_bytes=[row.peak_bytes for row in rows],
-            after_bytes=[row.after_bytes for row in rows],
-        )
+        return cls(**_columns(Held, rows))
 
     def rows(self) -> Iterator[Held]:
         """One row an action."""
-        keys = map(Op, self.kind, self.stage, self.microbatch)
-        return map(Held, keys, self.before_bytes, self.peak_bytes, self.after_bytes)
+        return _rows(Held, self)
 
 
 def _check_lengths(columns: RecordedStep | RecordedMemory) -> None:
