@@ -162,7 +162,7 @@ class Rater:
         for recompute in ("none", "selective", "full"):
             if recompute not in allowed:
                 continue
-            tried = replace(strategy, recompute=recompute)  # type: ignore[arg-type]
+            tried = replace(strategy, recompute=recompute)
             held = max(self.job.held(tried), key=lambda one: one.total)
             needed = held.total * self.job.software.reserved + self.job.software.context_bytes
             if needed <= self.job.machine.facts.memory_bytes:
@@ -179,6 +179,12 @@ class Rater:
         """Seconds of a step by kind of work, warm-up and cool-down in their kinds."""
         slowdowns = self.job.slowdowns(strategy)
         return np.asarray(self.job.costs(strategy).step(self.job.global_batch, slowdowns) * slowdowns)
+
+    def useful_s(self, strategy: Strategy) -> float:
+        """Seconds of the model's products, attention and experts in a step, divided evenly among all GPUs."""
+        mean = self.job.costs(replace(strategy, recompute="none")).devices().sum(1).mean(0)
+        kinds = mean * self.job.slowdowns(strategy) * strategy.microbatches(self.job.global_batch)
+        return float(sum(kinds[INDEX[kind]] for kind in ("products", "attention", "experts")))
 
     def lost_s(self, rated: Rated) -> dict[str, float]:
         """Seconds of a rated strategy beyond its model's products, attention and experts, by what they go to."""

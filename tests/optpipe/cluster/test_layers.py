@@ -23,7 +23,7 @@ def test_layers_add_up_to_the_work_of_the_devices(name: str) -> None:
     slowdowns = h100.efficiencies_of("bf16").slowdowns
     devices = CostModel(model, h100.facts, strategy, 1024).devices()
     whole_us = sum(one.forward_us + one.backward_input_us + one.backward_weight_us for one in layers.each_layer)
-    assert whole_us == pytest.approx(float((devices.sum((0, 1)) @ slowdowns)) * 1e6)
+    assert whole_us == pytest.approx(float(devices.sum((0, 1)) @ slowdowns) * 1e6)
     assert len(layers.each_layer) == len(model.layers) + 2
 
 

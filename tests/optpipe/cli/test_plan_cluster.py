@@ -1,0 +1,57 @@
+"""`optpipe plan MODEL --gpus N`: table, folder, document, why, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from optpipe.layers import LayerProfile
+from optpipe.schedule import Schedule
+from tests.optpipe.cli.conftest import Cli
+
+JOB = ("llama-3.1-8b", "--gpus", 16, "--machine", "h100", "--sequence", 8192, "--global-batch", 32)
+
+
+def test_a_plan_is_a_folder(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "plan"
+    run = cli("plan", *JOB, "--pp", 4, "--time-limit", 6, "-o", folder)
+    assert (run.code, "take " in run.out, "legal strategies" in run.out) == (0, True, True)
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["best"]["pp"] == 4
+    assert Schedule.load(folder / "schedule.json").problem.devices
+    assert LayerProfile.load(folder / "layers.json").parallel.data * 4 <= 16
+
+
+def test_what_a_strategy_loses(cli: Cli) -> None:
+    run = cli("plan", *JOB, "--time-limit", 0.5, "--why", "tp=8,pp=2")
+    assert run.code == 0
+    assert "bubble" in run.out
+    assert "tp8 pp2" in run.out or "tp8 dp" in run.out
+    assert "no legal strategy has tp 7" in cli("plan", *JOB, "--time-limit", 0.5, "--why", "tp=7").out
+
+
+def test_nothing_fits(cli: Cli) -> None:
+    run = cli("plan", "llama-3.1-405b", "--gpus", 8, "--machine", "h100", "--global-batch", 8, "--time-limit", 1)
+    assert (run.code, "nothing fits" in run.out) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tp", "two"), "--tp is 'two' but must be numbers. Maybe 2,4,8."),
+        (("--sharding", "zero"), "--sharding has 'zero' but must be of none, optimizer, fsdp."),
+        (("--devices", 4), "--devices has no meaning with --gpus"),
+        (("--why", "tp"), "--why has 'tp' but names are tp, cp"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(cli: Cli, options: tuple[object, ...], message: str) -> None:
+    run = cli("plan", *JOB, *options)
+    assert (run.code, message in run.err) == (2, True)
+
+
+def test_options_of_a_cluster_need_gpus(cli: Cli, tmp_path: Path) -> None:
+    run = cli("plan", tmp_path / "layers.json", "--devices", 4, "--global-batch", 8, "--tp", 8)
+    assert (run.code, "--tp has no meaning without --gpus" in run.err) == (2, True)
+    assert "Maybe --devices 4 for a layer profile, or --gpus 64" in cli("plan", "llama-3.1-8b").err

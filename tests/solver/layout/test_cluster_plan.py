@@ -1,0 +1,51 @@
+"""Plan of a job: rated, solved, with the simplest of equals, within its time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from optpipe.cluster.machine import named_machines
+from optpipe.cluster.model import load_model
+from optpipe.cluster.software import MEGATRON
+from optpipe.errors import InputError
+from optpipe.verify import verify
+from solver.layout.cluster_plan import plan_cluster
+from solver.layout.fitting import Job
+from solver.limits import Limits
+
+
+def job(batch: int = 64) -> Job:
+    return Job(load_model("llama-3.1-70b"), named_machines()["h100"], 4096, batch, MEGATRON)
+
+
+def test_the_best_families_are_cut_and_scheduled() -> None:
+    seen = []
+    plan = plan_cluster(job(), 64, {"pp": [4, 8], "tp": [8]}, Limits(12.0), lambda ratings: seen.append(ratings[0]))
+    assert plan.solved
+    assert [one.seconds for one in seen] == sorted((one.seconds for one in seen), reverse=True)
+    for one in plan.solved:
+        assert verify(one.schedule).ok
+        assert one.seconds >= one.rated.bound_s * (1 - 1e-9)
+    document = plan.document()
+    assert document["format"] == "optpipe.plan/1"
+    assert {entry["end"] for entry in document["strategies"]} <= {"solved", "beaten", "does_not_fit"}
+    assert document["best"]["seconds"] == plan.best.seconds <= plan.ratings[0].seconds * (1 + plan.error)
+
+
+def test_ties_go_to_the_simplest() -> None:
+    plan = plan_cluster(job(), 64, {}, Limits(0.1))
+    assert not plan.solved
+    assert all(one.axes >= plan.best.axes for one in plan.ratings[: plan.ties])
+
+
+def test_a_plan_ends_in_time() -> None:
+    began = time.perf_counter()
+    plan_cluster(job(), 64, {"pp": [8]}, Limits(3.0))
+    assert time.perf_counter() - began < 30
+
+
+def test_no_legal_strategy() -> None:
+    with pytest.raises(InputError, match="has no legal strategy on 64 GPUs with what is fixed"):
+        plan_cluster(job(), 64, {"tp": [7]}, Limits(1.0))

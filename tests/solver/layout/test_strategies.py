@@ -1,0 +1,90 @@
+"""Strategies of a job: all legal ones end, bounds hold, and what is fixed stays fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cache
+
+import pytest
+
+from optpipe.cluster.machine import named_machines
+from optpipe.cluster.model import load_model
+from optpipe.cluster.software import MEGATRON
+from solver.layout.fitting import Job, cheapest_change
+from solver.layout.strategies import Rated, Rater, families, rate_all, variants
+from tests.sample import some
+
+JOBS = {
+    "llama-3.1-8b": (16, 8192, 64),
+    "llama-3.1-70b": (64, 8192, 128),
+    "mixtral-8x7b": (32, 4096, 128),
+}
+
+
+def job(name: str) -> tuple[Job, int]:
+    gpus, sequence, batch = JOBS[name]
+    return Job(load_model(name), named_machines()["h100"], sequence, batch, MEGATRON), gpus
+
+
+@cache
+def rated(name: str) -> list[Rated]:
+    one, gpus = job(name)
+    return [rating for group in rate_all(one, gpus, {}) for rating in group]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_legal_strategy_has_one_end(name: str) -> None:
+    one, gpus = job(name)
+    legal = [variant for family in families(one, gpus, {}) for variant in variants(one, family, {})]
+    ends = rated(name)
+    assert len(ends) == len(legal) == len(set(legal))
+    best = min(rating.seconds for rating in ends)
+    for rating in ends:
+        match rating.end:
+            case "solved":
+                assert rating.bound_s <= rating.seconds * (1 + 1e-9)
+                assert rating.memory_bytes <= one.machine.facts.memory_bytes
+            case "beaten":
+                assert rating.bound_s > best
+            case "does_not_fit":
+                assert rating.memory_bytes > one.machine.facts.memory_bytes
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_no_beaten_strategy_is_faster(name: str) -> None:
+    """A sample of them, rated all the same."""
+    one, _ = job(name)
+    best, rater = min(rating.seconds for rating in rated(name)), Rater(one, {})
+    for rating in some([rating for rating in rated(name) if rating.end == "beaten"]):
+        assert rater.rate(rating.strategy, rating.bound_s).seconds >= best
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_what_is_lost_adds_up(name: str) -> None:
+    """A step is the model's products, attention and experts, and what is lost by kind."""
+    one, _ = job(name)
+    rater = Rater(one, {})
+    for rating in sorted(rated(name), key=lambda rating: rating.seconds)[:20]:
+        lost = rater.lost_s(rating)
+        assert lost["bubble"] >= -1e-9
+        useful_s = rating.seconds - sum(lost.values())
+        assert useful_s == pytest.approx(rater.useful_s(rating.strategy), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fixed", [{"tp": [8]}, {"pp": [4], "vpp": [1, 5]}, {"dp": [2]}, {"microbatch_size": [2], "sharding": ["fsdp"]}]
+)
+def test_what_is_fixed_stays(fixed: Mapping[str, Collection[object]]) -> None:
+    one, gpus = job("llama-3.1-70b")
+    found = [rating.strategy for group in rate_all(one, gpus, fixed) for rating in group]
+    assert found
+    fields = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual", "dp": "data"}
+    for name, values in fixed.items():
+        assert {getattr(strategy, fields.get(name, name)) for strategy in found} <= set(values)
+
+
+def test_the_cheapest_change_fits() -> None:
+    one, _ = job("llama-3.1-70b")
+    for rating in [rating for rating in rated("llama-3.1-70b") if rating.end == "does_not_fit"][::60]:
+        change = cheapest_change(one, rating.strategy)
+        assert change is None or one.fits(change[1])
