@@ -193,15 +193,15 @@ def test_a_stage_that_cannot_split() -> None:
         simulate(problem, Orders([DeviceOrders(ops("F0.0 B0.0 W0.0"))]))
 
 
-def test_methods_that_know_no_modes_say_so() -> None:
+def test_methods_that_split_backwards_say_so() -> None:
     modes, whole = recomputing(2, 2), recomputing(2, 2, [], split_backward=False)
     for method in METHODS.values():
-        for problem, supported in ((modes, method.handles_modes), (whole, method.unsplit)):
-            if not supported:
-                with pytest.raises(MethodError, match=method.name):
-                    refuse_unsupported(method, problem)
-                with pytest.raises(MethodError, match=method.name):
-                    solve(problem, method.name)
+        refuse_unsupported(method, modes)
+        if "backwards in one piece" not in method.takes:
+            with pytest.raises(MethodError, match=f"{method.name} splits backwards"):
+                refuse_unsupported(method, whole)
+            with pytest.raises(MethodError, match=method.name):
+                solve(whole, method.name)
     for name in ("gpipe", "1f1b"):
         assert verify(solve(modes, name)).ok
         assert {op.kind for op in solve(whole, name).orders.ops()} == {"F", "BW"}

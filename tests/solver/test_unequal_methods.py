@@ -23,8 +23,8 @@ from tests.unequal import times, unequal
 
 PROBLEMS = {
     "slices": unequal(2, 4, slices={"count": 2}),
-    "factors": unequal(2, 4, microbatch_factors=times(1, 2, 3, 1)),
-    "free_order": unequal(2, 4, microbatch_factors=times(1, 2, 3, 1), microbatch_order="free"),
+    "costs of units": unequal(2, 4, microbatch_factors=times(1, 2, 3, 1)),
+    "free order": unequal(2, 4, microbatch_factors=times(1, 2, 3, 1), microbatch_order="free"),
     "both": unequal(2, 2, microbatch_factors=times(1, 2), slices={"count": 2, "factors": {"forward": [1, 2]}}),
 }
 
@@ -34,8 +34,12 @@ PROBLEMS = {
 def test_published_schedules_are_valid_or_refused_by_name(name: str, problem: str) -> None:
     """A refusal for what differs names a method that takes it; methods that need other placements refuse those."""
     chosen, method = PROBLEMS[problem], METHODS[name]
-    needs = {"slices": chosen.slice_count > 1, "factors": chosen.has_factors, "free_order": chosen.has_free_order}
-    able = all(getattr(method, ability) for ability, needed in needs.items() if needed)
+    needs = {
+        "slices": chosen.slice_count > 1,
+        "costs of units": chosen.has_factors,
+        "free order": chosen.has_free_order,
+    }
+    able = method.takes.issuperset(feature for feature, needed in needs.items() if needed)
     try:
         schedule = solve(chosen, name, Limits(time_limit_s=10))
     except MethodError as error:
@@ -51,8 +55,8 @@ def test_published_schedules_are_valid_or_refused_by_name(name: str, problem: st
 
 def test_searches_that_know_nothing_of_units_refuse_them() -> None:
     for name, method in METHODS.items():
-        for ability, problem in PROBLEMS.items():
-            if method.search and ability in ("slices", "factors", "free_order") and not getattr(method, ability):
+        for feature, problem in PROBLEMS.items():
+            if method.search and feature != "both" and feature not in method.takes:
                 with pytest.raises(MethodError, match=f"^{name} "):
                     solve(problem, name, Limits(time_limit_s=10))
 
