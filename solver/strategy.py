@@ -123,13 +123,13 @@ def _run_subsolver(
 
     Ends at the limit, and when all subsolvers are idle.
     """
-    time_slices, in_vain = deque(subsolver), dict[TimeSlice, float]()  # with which value
+    time_slices, unproductive = deque(subsolver), dict[TimeSlice, float]()  # with which value
     taken, limits = 0, shared.limits
     while time_slices and not shared.stop.requested:
         if limits.deterministic_limit is None and limits.seconds >= limits.time_limit_s:
             return
         value_us = shared.best.value_us
-        able = [time_slice for time_slice in time_slices if in_vain.get(time_slice) != value_us]
+        able = [time_slice for time_slice in time_slices if unproductive.get(time_slice) != value_us]
         ready = next((time_slice for time_slice in able if is_ready(time_slice.search)), None)
         idle[number] = not able
         if ready is None:
@@ -140,7 +140,7 @@ def _run_subsolver(
         while (time_slice := time_slices.popleft()) is not ready:
             time_slices.append(time_slice)
         if _take(problem, shared, time_slice, taken // len(subsolver)):
-            in_vain[time_slice] = value_us
+            unproductive[time_slice] = value_us
         if not time_slice.once and limits.deterministic_limit is None:
             time_slices.append(time_slice)
         taken += 1
@@ -291,7 +291,7 @@ def _slice(name: str, share: float, workers: int = 1, once: bool = False) -> Tim
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
     if ops <= SMALL_OPS and _leaves(problem):
-        # Annealing and windows find the schedules beside CP-SAT; states of a few devices prove or bound them.
+        # Annealing and windows find the schedules; CP-SAT and parts of a few devices prove them.
         finding = [_slice("search", 0.1), _slice("windows", 0.1)]
         others = max(workers - 1, 1)
         proving = [
@@ -301,7 +301,7 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         ]
         if workers > 1:
             return [proving, finding]
-        return [[*finding, *(replace(turn, share=0.8 * turn.share) for turn in proving)]]
+        return [[*finding, *(replace(one, share=0.8 * one.share) for one in proving)]]
     if ops <= SMALL_OPS:
         return [
             [
@@ -318,21 +318,21 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     if problem.has_modes:
         return _with_modes(problem, ops, workers)
     first = [_slice("pattern", 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
-    if _leaves(problem):
+    if has_lists(problem):
         shares = (0.15, 0.1) if ops <= MOST_MODEL_OPS else (0.4, 0.25)
         first = [_slice("lists", shares[0], once=True), _slice("pattern", shares[1], once=True)]
     if ops <= MOST_STATE_OPS:
         first.append(_slice("states", 0.15, once=True))
     if workers == 1:
         return [[*first, _slice("search", 0.2), *_models(problem, ops, 0.2, 1)]]
-    beside = _models(problem, ops, 0.35, workers - 1)
-    beside = beside or [_slice("search", 0.35, workers - 1)]
-    return [[_slice("search", 0.35)], [*first, *beside]]
+    models = _models(problem, ops, 0.35, workers - 1) or [_slice("search", 0.35, workers - 1)]
+    return [[_slice("search", 0.35)], [*first, *models]]
 
 
 def has_lists(problem: Problem) -> bool:
     """True if `auto` makes list schedules of its own for a problem."""
-    return count_ops(problem) > SMALL_OPS and _is_plain(problem) and (problem.has_modes or _leaves(problem))
+    copies = _leaves(problem) and problem.host_memory_bytes is None
+    return count_ops(problem) > SMALL_OPS and _is_plain(problem) and (problem.has_modes or copies)
 
 
 def _is_plain(problem: Problem) -> bool:
@@ -348,31 +348,31 @@ def _leaves(problem: Problem) -> bool:
 
 
 def _with_modes(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]:
-    """List schedules and patterns beside annealing, and windows and CP-SAT behind both."""
-    beside = max(workers - 1, 1)
+    """Annealing on one core; list schedules and patterns first on the others, then windows and CP-SAT."""
+    others = max(workers - 1, 1)
     shares = (0.5, 0.25) if ops > MOST_MODEL_OPS else (0.3 if _leaves(problem) else 0.1, 0.4)
     lists = _slice("lists", shares[0], once=True)
     pattern = _slice("pattern", shares[1], once=True)
-    behind = [lists, pattern, _slice("search", 0.25, beside)]
+    low_priority = [lists, pattern, _slice("search", 0.25, others)]
     if ops <= MOST_MODEL_OPS:
-        behind += [_slice("windows", 0.15, beside), _slice("cp-sat", 0.1, beside)]
-    return [behind] if workers == 1 else [[_slice("search", 0.35)], behind]
+        low_priority += [_slice("windows", 0.15, others), _slice("cp-sat", 0.1, others)]
+    return [low_priority] if workers == 1 else [[_slice("search", 0.35)], low_priority]
 
 
 def _with_units(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]:
-    """Annealing beside patterns, where costs repeat, and windows and CP-SAT up to `MOST_MODEL_OPS`."""
+    """Annealing on one core; patterns, where costs repeat, windows and CP-SAT up to `MOST_MODEL_OPS` on the others."""
     annealing = _slice("search", 0.35)
-    beside = max(workers - 1, 1)
+    others = max(workers - 1, 1)
     repeats = all(stage.split_backward for stage in problem.stages) and not problem.has_modes and bool(cycles(problem))
-    behind = [_slice("pattern", 0.25, once=True)] if repeats else []
+    low_priority = [_slice("pattern", 0.25, once=True)] if repeats else []
     if ops <= MOST_MODEL_OPS:
-        behind.append(_slice("windows", 0.2 if repeats else 0.35, beside))
-        behind.append(_slice("cp-sat", 0.2 if repeats else 0.25, beside))
-    if not behind:
+        low_priority.append(_slice("windows", 0.2 if repeats else 0.35, others))
+        low_priority.append(_slice("cp-sat", 0.2 if repeats else 0.25, others))
+    if not low_priority:
         return [[_slice("search", 0.5, workers)]]
-    if len(behind) == 1 and workers > 1:
-        behind.append(_slice("search", 0.35, beside))
-    return [[annealing, *behind]] if workers == 1 else [[annealing], behind]
+    if len(low_priority) == 1 and workers > 1:
+        low_priority.append(_slice("search", 0.35, others))
+    return [[annealing, *low_priority]] if workers == 1 else [[annealing], low_priority]
 
 
 def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver:

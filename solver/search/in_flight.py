@@ -44,7 +44,7 @@ GOOD_GAP = 0.1
 RANDOM_SHARE = 0.5
 """Largest share of the time left, or of all work, for the random choices of a kind of lists."""
 
-FRUITLESS = 500
+STALL_LIMIT = 500
 """Random choices in a row of which none is better, after which the search ends."""
 
 REDRAWN = 0.6
@@ -58,7 +58,7 @@ PLAYED_PER_SECOND = 2_000_000
 
 
 @dataclass(frozen=True)
-class Choice:
+class ListParameters:
     """Microbatches between their first F and their last B, and W left over.
 
     The others are those of `solver.search.memory_lists.Rules`; `tail`, `planned` and `warm_up` are in microbatches for
@@ -93,7 +93,7 @@ AGAIN: Changes = [
 ]
 
 
-class Lists:
+class ListScheduler:
     """Lists in which memory decides what recomputes in mode ``modes[s]``, and what leaves in ``out[s]`` (0: nothing).
 
     There are a `first` choice, and the `changes` that are tried beside its numbers. `planned`: it begins with twice
@@ -104,18 +104,18 @@ class Lists:
         self.problem = problem
         again = [*AGAIN, *RESERVE] if any(modes) else []
         self.changes: Changes = [*STOCK, *HOLD, *again, *TAIL, *(EARLY if any(out) else [])]
-        self.first = Choice(min(len(problem.stages), problem.units), LATE_WEIGHTS[0])  # memory stops the others
+        self.first = ListParameters(min(len(problem.stages), problem.units), LATE_WEIGHTS[0])  # memory stops the others
         if planned:
             self.changes = [*HOLD, *RESERVE, *TAIL]
             self.first = replace(self.first, in_flight=min(2 * len(problem.stages), problem.units), **PLANNED)
         self.lists = MemoryLists(problem, modes, out)
 
-    def orders(self, choice: Choice) -> Orders | None:
+    def orders(self, choice: ListParameters) -> Orders | None:
         """The orders of a choice; None where memory has no room for them."""
         orders = self.lists.orders(self._rules(choice))
         return None if orders is None else keep_what_fits(self.problem, orders)
 
-    def tried(self, choice: Choice) -> tuple[float, Orders | None]:
+    def tried(self, choice: ListParameters) -> tuple[float, Orders | None]:
         """The value of a choice, infinite where memory has no room for it; with its orders, if they had to be made.
 
         A makespan is that which is planned, not below that of the orders.
@@ -125,7 +125,7 @@ class Lists:
             return (inf if orders is None else _value_us(self.problem, orders)), orders
         return self.lists.makespan_us(self._rules(choice)), None
 
-    def _rules(self, choice: Choice) -> Rules:
+    def _rules(self, choice: ListParameters) -> Rules:
         tail = round(choice.tail * len(self.problem.stages))
         planned, warm_up = (round(share * len(self.problem.stages)) for share in (choice.planned, choice.warm_up))
         numbers = choice.in_flight, choice.late_weights, tail
@@ -133,7 +133,7 @@ class Lists:
         return Rules(*numbers, *memory, float(choice.hold), planned, warm_up, float(choice.stock))
 
 
-Kind = Callable[[Problem], Lists]
+Kind = Callable[[Problem], ListScheduler]
 """Makes the lists of a kind for the problem with any number of microbatches."""
 
 
@@ -143,35 +143,35 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
     short = problem.with_microbatches(few) if few < problem.microbatches else problem
     best = start
 
-    def offer(kind: Kind, trials: Trials, choice: Choice) -> None:
+    def offer(kind: Kind, evaluations: Evaluations, choice: ListParameters) -> None:
         nonlocal best
-        orders = trials.orders_of(choice) if short is problem else kind(problem).orders(choice)
+        orders = evaluations.orders_of(choice) if short is problem else kind(problem).orders(choice)
         value_us = inf if orders is None else _value_us(problem, orders)
         if value_us < best.value_us:
             best = replace(start, orders=orders, value_us=value_us)
             on_solution(best)
 
-    runs: list[tuple[float, int, Kind, Trials, Iterator[Choice]]] = []
+    runs: list[tuple[float, int, Kind, Evaluations, Iterator[ListParameters]]] = []
     for k, (name, kind) in enumerate(_kinds(problem)):
         if name in limits.without:
             continue
-        trials = Trials(kind(short), limits.part(FIRST_SHARE))
-        found = improving(trials)
+        evaluations = Evaluations(kind(short), limits.part(FIRST_SHARE))
+        found = improving(evaluations)
         # The orders of a million ops take seconds to make and to judge: a good start needs no first ones.
-        if not runs and start.gap > GOOD_GAP and trials.value_us(trials.lists.first) < inf:
-            offer(kind, trials, trials.lists.first)
-        if (first := next(found, None)) is not None and (value_us := trials.value_us(first)) < inf:
+        if not runs and start.gap > GOOD_GAP and evaluations.value_us(evaluations.lists.first) < inf:
+            offer(kind, evaluations, evaluations.lists.first)
+        if (first := next(found, None)) is not None and (value_us := evaluations.value_us(first)) < inf:
             if value_us < min((run[0] for run in runs), default=inf):
-                offer(kind, trials, first)
-            runs.append((value_us, k, kind, trials, found))
-    for _, _, kind, trials, found in sorted(runs, key=lambda run: run[:2]):
-        trials.limits = limits
+                offer(kind, evaluations, first)
+            runs.append((value_us, k, kind, evaluations, found))
+    for _, _, kind, evaluations, found in sorted(runs, key=lambda run: run[:2]):
+        evaluations.limits = limits
         for choice in found:
-            offer(kind, trials, choice)
+            offer(kind, evaluations, choice)
         if "random-lists" not in limits.without:
-            trials.limits = limits.part(RANDOM_SHARE)
-            for choice in varied(trials):
-                offer(kind, trials, choice)
+            evaluations.limits = limits.part(RANDOM_SHARE)
+            for choice in varied(evaluations):
+                offer(kind, evaluations, choice)
     return best
 
 
@@ -187,7 +187,7 @@ def first_in_memory(problem: Problem) -> Orders | None:
     return None
 
 
-def _with_fewer(choice: Choice) -> Choice:
+def _with_fewer(choice: ListParameters) -> ListParameters:
     """The choice with a quarter fewer microbatches in flight."""
     return replace(choice, in_flight=choice.in_flight - max(1, choice.in_flight // 4))
 
@@ -203,10 +203,10 @@ def _kinds(problem: Problem) -> Iterator[tuple[str, Kind]]:
     out, again = _leaving(problem), _recomputing(problem)
     if any(out) and problem.host_memory_bytes is None:
         for modes in [[0] * len(out), *again]:
-            yield "offloading-lists", partial(Lists, modes=modes, out=out)
+            yield "offloading-lists", partial(ListScheduler, modes=modes, out=out)
     for name, planned in (("recomputing-lists", False), ("planned-lists", True)):
         for modes in again:
-            yield name, partial(Lists, modes=modes, out=[0] * len(out), planned=planned)
+            yield name, partial(ListScheduler, modes=modes, out=[0] * len(out), planned=planned)
 
 
 def _leaving(problem: Problem) -> list[int]:
@@ -249,15 +249,15 @@ class QuickLists:
         nothing = [0] * len(out)
         leaving = [nothing, out] if any(out) and problem.host_memory_bytes is None else [nothing]
         equal = _of_equal_units(problem)
-        kinds = (Lists(equal, *chosen) for chosen in product([nothing, *again], leaving))
-        self._trials = [Trials(lists, Limits(inf, cancel=cancel)) for lists in kinds]
+        kinds = (ListScheduler(equal, *chosen) for chosen in product([nothing, *again], leaving))
+        self._evaluations = [Evaluations(lists, Limits(inf, cancel=cancel)) for lists in kinds]
         self.achieved = equal is problem
         """True if `value_us` is that of a schedule of the problem."""
 
     @property
     def value_us(self) -> float:
         """The least value of all kinds; infinite where memory has no room for any of these."""
-        return min(self._quick_us(trials) for trials in self._trials)
+        return min(self._quick_us(evaluations) for evaluations in self._evaluations)
 
     def improve(self, limits: Limits) -> None:
         """Search for the numbers of the best kind of lists."""
@@ -271,18 +271,18 @@ class QuickLists:
         return self._best.orders_of(self._best.best) if self.achieved and self.value_us < inf else None
 
     @property
-    def _best(self) -> Trials:
-        return min(self._trials, key=lambda trials: self._quick_us(trials))
+    def _best(self) -> Evaluations:
+        return min(self._evaluations, key=lambda evaluations: self._quick_us(evaluations))
 
-    def _quick_us(self, trials: Trials) -> float:
-        problem, first = trials.lists.problem, trials.lists.first
+    def _quick_us(self, evaluations: Evaluations) -> float:
+        problem, first = evaluations.lists.problem, evaluations.lists.first
         stages, units = len(problem.stages), problem.units
         for number, change in enumerate(QUICK[: self.most]):
             in_flight = min(round(change["in_flight"] * stages), units)
             choice = replace(first, **{**change, "in_flight": in_flight})
-            while trials.value_us(choice) == inf and choice.in_flight > 1 and not number:
+            while evaluations.value_us(choice) == inf and choice.in_flight > 1 and not number:
                 choice = _with_fewer(choice)
-        return trials.value_us(trials.best)
+        return evaluations.value_us(evaluations.best)
 
 
 def _of_equal_units(problem: Problem) -> Problem:
@@ -298,59 +298,59 @@ def _of_equal_units(problem: Problem) -> Problem:
     return Problem.from_data(data)
 
 
-def improving(trials: Trials) -> Iterator[Choice]:
+def improving(evaluations: Evaluations) -> Iterator[ListParameters]:
     """Choices, each the best so far.
 
     The first number in flight is lowered until memory has room. Changes are tried with it, and once more with the best.
     For each number of W left over the number in flight goes by steps from the one before, halved whenever neither side
     is better.
     """
-    most = trials.lists.problem.units
-    choice = trials.lists.first
-    while choice.in_flight > 1 and trials.value_us(choice) == inf:
+    most = evaluations.lists.problem.units
+    choice = evaluations.lists.first
+    while choice.in_flight > 1 and evaluations.value_us(choice) == inf:
         choice = _with_fewer(choice)
     best_us, step = inf, max(1, choice.in_flight // 8)
-    in_flight, choice = choice.in_flight, _changed(trials, choice)
+    in_flight, choice = choice.in_flight, _changed(evaluations, choice)
     for late_weights in LATE_WEIGHTS:
         like = replace(choice, late_weights=late_weights)
-        own_us = trials.value_us(replace(like, in_flight=in_flight))
-        while step and not trials.spent:
+        own_us = evaluations.value_us(replace(like, in_flight=in_flight))
+        while step and not evaluations.spent:
             beside = [n for n in (in_flight + step, in_flight - step) if 1 <= n <= most]
-            values_us = [trials.value_us(replace(like, in_flight=n)) for n in beside]
+            values_us = [evaluations.value_us(replace(like, in_flight=n)) for n in beside]
             if values_us and min(values_us) < own_us:
                 own_us = min(values_us)
                 in_flight = beside[values_us.index(own_us)]
             else:
                 step //= 2
         if own_us < best_us:
-            choice = _changed(trials, replace(like, in_flight=in_flight))
-            best_us = trials.value_us(choice)
+            choice = _changed(evaluations, replace(like, in_flight=in_flight))
+            best_us = evaluations.value_us(choice)
             yield choice
-        if trials.spent:
+        if evaluations.spent:
             return
         step = 2  # another number of W moves the best number in flight by about as many
 
 
-def varied(trials: Trials) -> Iterator[Choice]:
+def varied(evaluations: Evaluations) -> Iterator[ListParameters]:
     """Choices, each the best so far, drawn at random with some of the numbers of the best one.
 
     How long a list schedule takes is a rough function of its numbers: of many choices near a good one some are better
     by several percent.
     """
-    rng = np.random.default_rng(trials.limits.seed)
-    choice, idle = trials.best, 0
-    best_us = trials.value_us(choice)
-    while not trials.spent and idle < FRUITLESS:
+    rng = np.random.default_rng(evaluations.limits.seed)
+    choice, idle = evaluations.best, 0
+    best_us = evaluations.value_us(choice)
+    while not evaluations.spent and idle < STALL_LIMIT:
         idle += 1
-        other = _varied(choice, trials.lists, rng)
-        if (value_us := trials.value_us(other)) <= best_us:
+        other = _varied(choice, evaluations.lists, rng)
+        if (value_us := evaluations.value_us(other)) <= best_us:
             choice = other
             if value_us < best_us:
                 best_us, idle = value_us, 0
                 yield choice
 
 
-def _varied(choice: Choice, lists: Lists, rng: np.random.Generator) -> Choice:
+def _varied(choice: ListParameters, lists: ListScheduler, rng: np.random.Generator) -> ListParameters:
     """A choice with new numbers, each with probability `REDRAWN`; of those with changes half are as at first."""
     drawn: dict[str, Any] = {
         "in_flight": min(max(1, round(choice.in_flight * rng.uniform(0.6, 1.5))), lists.problem.units),
@@ -364,25 +364,25 @@ def _varied(choice: Choice, lists: Lists, rng: np.random.Generator) -> Choice:
     return replace(choice, **{name: value for name, value in drawn.items() if rng.random() < REDRAWN})
 
 
-def _changed(trials: Trials, choice: Choice) -> Choice:
+def _changed(evaluations: Evaluations, choice: ListParameters) -> ListParameters:
     """A choice with each change that makes it better."""
-    for change in trials.lists.changes:
-        choice = min(choice, replace(choice, **change), key=trials.value_us)
+    for change in evaluations.lists.changes:
+        choice = min(choice, replace(choice, **change), key=evaluations.value_us)
     return choice
 
 
 @dataclass
-class Trials:
+class Evaluations:
     """Values of choices of a kind of lists, each found once, as long as the limits allow."""
 
-    lists: Lists
+    lists: ListScheduler
     limits: Limits
     played: int = 0
-    _known: dict[Choice, float] = field(default_factory=dict)
-    _best: tuple[Choice, Orders] | None = None
+    _known: dict[ListParameters, float] = field(default_factory=dict)
+    _best: tuple[ListParameters, Orders] | None = None
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> ListParameters:
         """The best choice tried, the first of several; the first of its lists where none was."""
         return min(self._known, key=self._known.__getitem__, default=self.lists.first)
 
@@ -396,7 +396,7 @@ class Trials:
             self.limits.seconds >= self.limits.time_limit_s if work is None else self.played >= work * PLAYED_PER_SECOND
         )
 
-    def value_us(self, choice: Choice) -> float:
+    def value_us(self, choice: ListParameters) -> float:
         """Value of a choice; infinite where memory has no room for it, or there is no time left to find out."""
         if choice not in self._known:
             if self.spent:
@@ -409,7 +409,7 @@ class Trials:
             self._known[choice] = value_us
         return self._known[choice]
 
-    def orders_of(self, choice: Choice) -> Orders | None:
+    def orders_of(self, choice: ListParameters) -> Orders | None:
         """Orders of a choice."""
         return self._best[1] if self._best and self._best[0] == choice else self.lists.orders(choice)
 

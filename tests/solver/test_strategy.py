@@ -38,6 +38,7 @@ UNITS_SMALL, UNITS_LARGE, UNITS_LARGEST = (unequal(*size, slices=SLICES) for siz
 UNSPLIT = unequal(4, 8, split_backward=False)
 INTERLEAVED = four_by_eight(15)
 LEAVES, ALL_LEAVE = uniform(8, 64, budget=8, offload=HALF), uniform(64, 256, budget=64, offload=HALF)
+HOST = uniform(64, 256, budget=64, offload=HALF, host_memory_bytes=64)
 
 
 def test_the_sizes_are_what_they_are_called() -> None:
@@ -84,6 +85,7 @@ def test_small_problems_with_copies_have_searches_for_schedules_beside_proofs() 
         (TIGHT, {"search", "pattern", "cp-sat", "windows", "relaxation", "parts"}),
         (LEAVES, {"search", "lists", "pattern", "windows", "relaxation", "parts"}),
         (ALL_LEAVE, {"search", "lists", "pattern"}),
+        (HOST, {"search", "pattern"}),
         (LARGE, {"search", "pattern", "windows", "relaxation"}),
         (LARGEST, {"search", "pattern"}),
         (MODES_SMALL, {"search", "states", "parts", "cp-sat", "windows"}),
@@ -101,6 +103,7 @@ def test_small_problems_with_copies_have_searches_for_schedules_beside_proofs() 
         "tight",
         "leaves",
         "all leave",
+        "all leave to a small host",
         "large",
         "largest",
         "modes, small",

@@ -16,9 +16,9 @@ from solver.limits import Cancel, Limits
 from solver.methods import METHODS, published_orders
 from solver.search.in_flight import (
     LATE_WEIGHTS,
-    Choice,
-    Lists,
-    Trials,
+    Evaluations,
+    ListParameters,
+    ListScheduler,
     first_in_memory,
     improving,
     in_flight_search,
@@ -35,9 +35,11 @@ PROBLEMS = [
 ]
 
 
-def offloading(problem: Problem) -> Lists:
-    """Lists in which activations leave wherever they may."""
-    return Lists(problem, [0] * len(problem.stages), [int(stage.offload is not None) for stage in problem.stages])
+def offloading(problem: Problem) -> ListScheduler:
+    """ListScheduler in which activations leave wherever they may."""
+    return ListScheduler(
+        problem, [0] * len(problem.stages), [int(stage.offload is not None) for stage in problem.stages]
+    )
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -55,13 +57,13 @@ def test_what_it_finds_is_valid_and_no_worse_than_ada_offload(problem: Problem) 
 @pytest.mark.parametrize("problem", PROBLEMS[:3])
 def test_the_steps_lead_close_to_the_best_of_all_numbers(problem: Problem) -> None:
     lists = offloading(problem)
-    trials = Trials(lists, WORK)
-    (*_, choice) = improving(trials)
-    every = Trials(lists, Limits(deterministic_limit=inf))
+    evaluations = Evaluations(lists, WORK)
+    (*_, choice) = improving(evaluations)
+    every = Evaluations(lists, Limits(deterministic_limit=inf))
     numbers = range(1, problem.units + 1)
-    best_us = min(every.value_us(Choice(n, late)) for n, late in product(numbers, LATE_WEIGHTS))
-    assert trials.value_us(choice) <= 1.05 * best_us
-    assert trials.played < every.played
+    best_us = min(every.value_us(ListParameters(n, late)) for n, late in product(numbers, LATE_WEIGHTS))
+    assert evaluations.value_us(choice) <= 1.05 * best_us
+    assert evaluations.played < every.played
 
 
 def test_many_microbatches_take_the_choice_of_few() -> None:
@@ -69,17 +71,17 @@ def test_many_microbatches_take_the_choice_of_few() -> None:
     best = in_flight_search(problem, WORK, Solution(), lambda _: None)
     assert best.orders is not None
     assert within_budgets(problem, best.orders, simulate(problem, best.orders))
-    whole = Trials(offloading(problem), WORK)
+    whole = Evaluations(offloading(problem), WORK)
     assert best.value_us <= 1.02 * min(whole.value_us(choice) for choice in improving(whole))
 
 
 def test_a_good_start_waits_for_a_better_choice_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Orders of a million ops take seconds to make and to judge."""
     problem, bound_us = uniform(8, 32, budget=8, offload=HALF), 1e6
-    made: list[Choice] = []
-    make = Lists.orders
-    monkeypatch.setattr(Lists, "orders", lambda lists, choice: made.append(choice) or make(lists, choice))
-    first = Lists(problem, [0] * 8, [1] * 7 + [0]).first
+    made: list[ListParameters] = []
+    make = ListScheduler.orders
+    monkeypatch.setattr(ListScheduler, "orders", lambda lists, choice: made.append(choice) or make(lists, choice))
+    first = ListScheduler(problem, [0] * 8, [1] * 7 + [0]).first
     for gap, times in ((0.5, 1), (0.05, 0)):
         start = Solution(first_in_memory(problem), bound_us / (1 - gap), bound_us)
         made.clear()
@@ -97,13 +99,13 @@ def test_memory_without_such_lists_has_no_first_ones() -> None:
 def test_random_choices_go_on_where_steps_find_nothing_better() -> None:
     """Eight devices, two behind each channel, with four chunks each: steps end at 56,500 us."""
     problem = instance("d-p8-m16-o1-mo1-b1o4-interleaved4-make-pairs")
-    lists = Lists(problem, [0] * 32, [1] * 32)
-    trials = Trials(lists, Limits(deterministic_limit=0.3))
-    (*_, choice) = improving(trials)
-    values_us = [trials.value_us(choice), *map(trials.value_us, varied(trials))]
+    lists = ListScheduler(problem, [0] * 32, [1] * 32)
+    evaluations = Evaluations(lists, Limits(deterministic_limit=0.3))
+    (*_, choice) = improving(evaluations)
+    values_us = [evaluations.value_us(choice), *map(evaluations.value_us, varied(evaluations))]
     assert values_us == sorted(set(values_us), reverse=True)
     assert values_us[-1] < 0.985 * values_us[0]
-    again = Trials(lists, Limits(deterministic_limit=0.3))
+    again = Evaluations(lists, Limits(deterministic_limit=0.3))
     list(improving(again))
     assert [again.value_us(choice) for choice in varied(again)] == values_us[1:]
 
