@@ -13,6 +13,7 @@ import pytest
 
 from tests.ranks import RunRanks
 from tests.recomputing import EXECUTABLE, random_executable
+from tests.sample import some
 
 pytestmark = pytest.mark.torchrun
 
@@ -45,12 +46,14 @@ def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
     C of single blocks gathers what is in them; and what is recomputed within the backward is gathered for that, but for
     whole stages, whose forward comes before it. Gradients of tied embeddings are summed behind the step.
     """
-    cases = [
-        (V, {"fsdp": "whole", "reshard": True, "tied": True}),  # embedding and head on one rank
-        (LOOP, {"fsdp": "nested", "reshard": False, "tied": True}),  # on two
-        (V, {"fsdp": "nested", "reshard": True}),
-        (LINE, {"fsdp": "whole", "reshard": False}),
-    ]
+    cases = some(
+        [
+            (V, {"fsdp": "whole", "reshard": True, "tied": True}),  # embedding and head on one rank
+            (LOOP, {"fsdp": "nested", "reshard": False, "tied": True}),  # on two
+            (V, {"fsdp": "nested", "reshard": True}),
+            (LINE, {"fsdp": "whole", "reshard": False}),
+        ]
+    )
     for (placement, how), found in zip(cases, results(run_ranks, tmp_path, cases), strict=True):
         for one in found:
             assert sum(sum(ways.values()) for ways in one["recomputed"].values()) > 0, "each rank recomputes"
@@ -74,15 +77,14 @@ def test_compiled_blocks_under_fully_shard(run_ranks: RunRanks, tmp_path: Path) 
 def test_tensor_and_sequence_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:
     """And stages that send DTensors to one another, over V and over a loop."""
     across = {"tensor": "sequence", "boundary": True}
-    results(
-        run_ranks, tmp_path, [(V, {"tensor": "plain"}), (LOOP, {"tensor": "sequence"}), (V, across), (LOOP, across)]
-    )
+    cases = [(V, {"tensor": "plain"}), (LOOP, {"tensor": "sequence"}), (V, across), (LOOP, across)]
+    results(run_ranks, tmp_path, some(cases))
 
 
 def test_context_and_expert_parallelism(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Collectives within F and B: they run in one order on all ranks of a stage, W has none."""
     fsdp = {"fsdp": "whole", "reshard": False}
-    results(run_ranks, tmp_path, [(V, {"context": True, **fsdp}), (LOOP, {"experts": True, **fsdp})])
+    results(run_ranks, tmp_path, some([(V, {"context": True, **fsdp}), (LOOP, {"experts": True, **fsdp})]))
 
 
 def test_eight_processes(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_eight_processes(run_ranks: RunRanks, tmp_path: Path) -> None:
         (LOOP, {"fsdp": "whole", "reshard": False, "tensor": "sequence"}),
         (LINE, {"fsdp": "nested", "reshard": True, "replicate": True}),
     ]
-    results(run_ranks, tmp_path, cases, processes=8)
+    results(run_ranks, tmp_path, some(cases), processes=8)
 
 
 def test_distributed_data_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:

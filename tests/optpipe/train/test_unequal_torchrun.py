@@ -15,10 +15,11 @@ from tests.optpipe.train.cases import M, assert_plain_step, everything, schedule
 from tests.optpipe.train.test_unequal import FACTORS, ORDER, SCHEDULES
 from tests.optpipe.train.unequal_worker import config_of
 from tests.ranks import RunRanks
+from tests.sample import some
 from tests.unequal_schedules import with_factors
 
 WORKER = Path(__file__).parent / "unequal_worker.py"
-TWO = {"linear, offload": SCHEDULES["linear, offload"], "V": SCHEDULES["V"], "recomputed": SCHEDULES["recomputed"]}
+TWO = {name: SCHEDULES[name] for name in ("linear, offload", *some(("V", "recomputed")))}
 
 Ranks = list[dict[str, Any]]
 

@@ -29,7 +29,7 @@ from tests.optpipe.runtime.schedules import random_schedule
 from tests.optpipe.train import shared_stages
 from tests.optpipe.train.checkpoint import normed_stages
 from tests.optpipe.train.checkpoint.runs import NORMED, STEPS, config_of, run
-from tests.sample import examples
+from tests.sample import examples, some
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(list(CASES)))
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
     """Ended before step 5 as by a kill: the last checkpoint is that of step 4, which is done again."""
     whole = run(config_of(None, **CASES[name])).losses
@@ -87,7 +87,7 @@ RECUT: dict[str, dict[str, Any]] = {
 """Cuts of four blocks."""
 
 
-@pytest.mark.parametrize("name", RECUT)
+@pytest.mark.parametrize("name", some(list(RECUT)))
 def test_a_model_that_is_cut_otherwise_goes_on_from_it(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
