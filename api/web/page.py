@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import HTTPException
@@ -13,7 +14,7 @@ from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from optpipe.export import EXPORTERS
-from optpipe.kinds import ROWS
+from optpipe.kinds import ROWS, covering, needs_of
 from optpipe.plot.style import BUDGET, FAINT_INK, GRID, IDLE, INK, LIGHTEST, MEMORY_EDGE, MEMORY_FILL
 from solver.methods import METHODS
 
@@ -65,7 +66,7 @@ def mount_page(app: FastAPI) -> None:
     modules = sorted(path for path in sources if path.endswith(".js"))
     formats = [one for one in EXPORTERS.values() if one.media_type]
     page = environment.get_template("index.html").render(
-        folder=folder, modules=modules, methods=METHODS.values(), formats=formats
+        folder=folder, modules=modules, methods=METHODS.values(), formats=formats, kinds=_kinds()
     )
     palette = environment.get_template("palette.css").render(colours=_palette())
     files = sources | {"palette.css": palette.encode()}
@@ -83,6 +84,26 @@ def mount_page(app: FastAPI) -> None:
 
 _MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _KEPT = {"Cache-Control": "public, max-age=31536000, immutable", "X-Content-Type-Options": "nosniff"}
+
+
+def _kinds() -> list[dict[str, Any]]:
+    """What the page has to know of each kind of op (`kinds.js`)."""
+    return [
+        {
+            "name": row.name,
+            "label": row.label,
+            "takes": [*row.takes, *row.during],
+            "leaves": row.leaves,
+            "frees": [*row.frees, *row.during],
+            # The latest of those that a unit goes through first: a cause is looked for in this order.
+            "needs": [
+                {"kinds": covering(need.duty), "stage": need.stage}
+                for need in reversed([*needs_of(row.name)])
+                if not need.slice
+            ],
+        }
+        for row in ROWS
+    ]
 
 
 def _palette() -> dict[str, str]:

@@ -1,5 +1,6 @@
 /** The memory of a device over time, from a schedule and the sizes in its problem (docs/reference/contract.md). */
 
+import { KIND } from "./kinds.js";
 import { unitStage } from "./slices.js";
 
 /**
@@ -19,34 +20,27 @@ import { unitStage } from "./slices.js";
  * @returns {[number, number]}
  */
 export function deviceEffect(stage, kind, mode) {
-  const moved = (mode ? mode.offload : stage.offload)?.bytes ?? 0;
-  if (kind === "O") return [0, -moved];
-  if (kind === "R") return [moved, 0];
   const activation = stage.activation_bytes;
   const kept = mode?.kept_bytes ?? activation;
-  const forWeight = stage.backward_weight_bytes;
-  const workspace = kind === "C" ? (mode?.workspace_bytes ?? 0) : (stage.workspace_bytes?.[WORKSPACE_KINDS[kind]] ?? 0);
-  const taken = BACKWARDS.includes(kind) ? (stage.takenBytes ?? 0) : 0;
-  const freed = BACKWARDS.includes(kind) ? (stage.freedBytes ?? 0) : 0;
-  const inForward = mode?.forward_workspace_bytes ?? activation - kept;
-  const segment = mode?.segment_bytes ?? 0;
-  const [atStart, atEnd] = {
-    F: [kept + inForward, -inForward],
-    C: [activation - kept, 0],
-    B: [0, forWeight - activation],
-    W: [0, -forWeight],
-    BW: [0, -activation],
-    CB: [segment, forWeight - kept - segment],
-    CBW: [segment, -kept - segment],
-  }[kind];
-  return [atStart + workspace + taken, atEnd - workspace - freed];
+  /** @type {Record<string, number>} */
+  const sizes = {
+    kept,
+    activation,
+    backward_weight: stage.backward_weight_bytes,
+    recomputed: activation - kept,
+    segment: mode?.segment_bytes ?? 0,
+    copied: (mode ? mode.offload : stage.offload)?.bytes ?? 0,
+    gradients_taken: stage.takenBytes ?? 0,
+    gradients_freed: stage.freedBytes ?? 0,
+    forward_workspace: mode?.forward_workspace_bytes ?? activation - kept,
+    recompute_workspace: mode?.workspace_bytes ?? 0,
+  };
+  for (const [of, bytes] of Object.entries(stage.workspace_bytes ?? {})) sizes[`workspace_${of}`] = bytes;
+  /** @param {string[]} names */
+  const sum = (names) => names.reduce((bytes, name) => bytes + (sizes[name] ?? 0), 0);
+  const { takes, leaves, frees } = KIND[kind];
+  return [sum(takes), sum(leaves) - sum(frees)];
 }
-
-/** Kinds that count as the backward of a slice. */
-const BACKWARDS = ["B", "BW", "CB", "CBW"];
-
-/** The kind whose workspace an op takes: a backward that recomputes takes that of the backward it is. */
-const WORKSPACE_KINDS = /** @type {const} */ ({ F: "F", B: "B", W: "W", BW: "BW", CB: "B", CBW: "BW" });
 
 /**
  * The memory of one device at the predicted times. At one instant ends count before starts.

@@ -1,21 +1,8 @@
 /** Colours of the chart: one for each kind of op, lighter for later stages of a device, with legible ink. */
 
+import { KINDS } from "./kinds.js";
+
 /** @typedef {[number, number, number]} Rgb shares of red, green and blue */
-
-export const KINDS = /** @type {const} */ (["F", "B", "W", "BW", "O", "R", "C", "CB", "CBW"]);
-
-/** Names of the kinds of op. */
-export const KIND_NAMES = {
-  F: "forward",
-  B: "backward input",
-  W: "backward weight",
-  BW: "backward, fused",
-  O: "offload",
-  R: "reload",
-  C: "recompute ahead",
-  CB: "recompute and backward input",
-  CBW: "recompute and backward, fused",
-};
 
 /**
  * The colours that stand in the style sheet at this moment, for drawing on a canvas.

@@ -1,7 +1,7 @@
 /**
  * The documents of the service, as far as the page reads them. Times are microseconds, sizes bytes.
  *
- * @typedef {"F" | "B" | "W" | "BW" | "O" | "R" | "C" | "CB" | "CBW"} Kind
+ * @typedef {string} Kind a name of `kinds.js`
  * @typedef {"compute" | "offload" | "reload"} StreamName
  *
  * @typedef {{bytes: number, offload_us: number, reload_us: number}} Offload
@@ -22,7 +22,7 @@
  * @property {number} backward_weight_us
  * @property {number} activation_bytes
  * @property {number} backward_weight_bytes
- * @property {Partial<Record<Kind, number>> | null} [workspace_bytes]
+ * @property {Record<Kind, number> | null} [workspace_bytes]
  * @property {Offload | null} [offload]
  * @property {Mode[] | null} [modes]
  * @property {SliceFactors | null} [slice_factors] in the place of those of the problem

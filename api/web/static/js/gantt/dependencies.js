@@ -1,12 +1,12 @@
 /** Dependencies between ops by the rules of the model (docs/reference/contract.md), and the critical path. */
 
+import { KIND, KINDS } from "../kinds.js";
 import { lastAtOrBefore } from "../memory.js";
 import { factorOf } from "../slices.js";
 
 /** @typedef {import("./hit.js").Spot} Spot */
 /** @typedef {import("./model.js").Model} Model */
 /** @typedef {import("../types.js").PlannedOp} PlannedOp */
-/** @typedef {import("../types.js").Kind} Kind */
 
 /**
  * A reason why an op cannot start earlier than `earliestUs`.
@@ -16,9 +16,6 @@ import { factorOf } from "../slices.js";
  * @property {"data" | "order" | "wait" | "channel"} rule
  * @property {number} earliestUs
  */
-
-/** @type {Kind[]} */
-const BACKWARDS = ["B", "BW", "CB", "CBW"];
 
 /** Times of a schedule are sums of floating-point numbers: equal within this share of the whole. */
 const TOLERANCE = 1e-9;
@@ -90,12 +87,11 @@ export class Dependencies {
    */
   effects(spot) {
     const { op, stage, microbatch } = this.op(spot);
-    /** @param {Kind[]} kinds @param {number} at */
-    const named = (kinds, at) => kinds.flatMap((kind) => this.find(`${kind}${at}.${microbatch}`) ?? []);
-    if (op === "F") return [...named(["F"], stage + 1), ...named(["O", "C", ...BACKWARDS], stage)];
-    if (BACKWARDS.includes(op)) return [...named(BACKWARDS, stage - 1), ...named(["W"], stage)];
-    if (op === "O") return named(["R"], stage);
-    return op === "R" || op === "C" ? named(["C", ...BACKWARDS], stage).filter((other) => this.op(other).op !== op) : [];
+    return KINDS.flatMap((kind) =>
+      KIND[kind].needs
+        .filter(({ kinds }) => kinds.includes(op))
+        .flatMap(({ stage: offset }) => this.find(`${kind}${stage - offset}.${microbatch}`) ?? []),
+    );
   }
 
   /**
@@ -129,14 +125,10 @@ export class Dependencies {
    * @returns {{name: string, delayUs: number}[]} names of ops whose results it needs; not all of them exist
    */
   #inputs({ op, stage, microbatch }) {
-    /** @param {Kind} kind @param {number} [from] */
-    const input = (kind, from = stage) => ({ name: `${kind}${from}.${microbatch}`, delayUs: this.#transferUs(from, stage, microbatch) });
-    if (op === "F") return [input("F", stage - 1)];
-    if (op === "O") return [input("F")];
-    if (op === "R") return [input("O")];
-    if (op === "W") return [input("B"), input("CB")];
-    if (op === "C") return [input("R"), input("F")];
-    return [...BACKWARDS.map((kind) => input(kind, stage + 1)), input("C"), input("R"), input("F")];
+    return KIND[op].needs.flatMap(({ kinds, stage: offset }) => {
+      const from = stage + offset;
+      return kinds.map((kind) => ({ name: `${kind}${from}.${microbatch}`, delayUs: this.#transferUs(from, stage, microbatch) }));
+    });
   }
 
   /**

@@ -1,7 +1,8 @@
 /** The legend: kinds of op present, shades of a device's stages, idle time, memory and budget. */
 
 import { element } from "../elements.js";
-import { KINDS, KIND_NAMES, cssColour, opColour, readTheme } from "../palette.js";
+import { KIND, KINDS } from "../kinds.js";
+import { cssColour, opColour, readTheme } from "../palette.js";
 
 const MOST_SHADES = 6;
 
@@ -12,7 +13,7 @@ const MOST_SHADES = 6;
  */
 export function fillLegend(legend, model, withMemory) {
   const kinds = KINDS.filter((kind) => model.kinds.has(kind));
-  const entries = kinds.map((kind) => entry(`${kind} ${KIND_NAMES[kind]}`, `op-${kind.toLowerCase()}`));
+  const entries = kinds.map((kind) => entry(`${kind} ${KIND[kind].label}`, `op-${kind.toLowerCase()}`));
   if (model.mostStages > 1) entries.push(shades(legend, model.mostStages));
   entries.push(entry("idle", "idle"));
   if (withMemory) entries.push(entry("memory", "memory"));

@@ -1,6 +1,7 @@
 /** Colours by kind of op and stage, computed once so that drawing only indexes them. */
 
-import { KINDS, inkOn, opColour } from "../palette.js";
+import { KINDS } from "../kinds.js";
+import { inkOn, opColour } from "../palette.js";
 import { lookIndex } from "./model.js";
 import { toPixel } from "./pixels.js";
 

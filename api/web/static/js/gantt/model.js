@@ -1,6 +1,6 @@
 /** A schedule as columns that can be searched and drawn quickly. */
 
-import { KINDS } from "../palette.js";
+import { KINDS } from "../kinds.js";
 import { plannedMemory } from "../memory.js";
 import { deviceName } from "../schedule.js";
 

@@ -1,8 +1,8 @@
 /** Description of one op: as a tooltip beside it, and as a sentence for screen readers. */
 
 import { element } from "../elements.js";
+import { KIND } from "../kinds.js";
 import { levelAt } from "../memory.js";
-import { KIND_NAMES } from "../palette.js";
 import { sliceCount, unitName } from "../slices.js";
 import { bytesText, timeText, timeUnit } from "../units.js";
 import { opName } from "./dependencies.js";
@@ -46,7 +46,7 @@ export function describe(scene, spot, dependencies) {
   const count = sliceCount(problem);
   const part = count === 1 ? "" : `slice ${op.microbatch % count} of `;
   const microbatch = `${part}microbatch ${Math.floor(op.microbatch / count)}`;
-  return { title: `${op.op} ${unitName(problem, op.microbatch)}: ${KIND_NAMES[op.op]} of ${microbatch}`, facts };
+  return { title: `${op.op} ${unitName(problem, op.microbatch)}: ${KIND[op.op].label} of ${microbatch}`, facts };
 }
 
 /**
