@@ -25,7 +25,7 @@ from fastapi.testclient import TestClient
 from optpipe.cli import main
 
 mount_page(app := FastAPI())
-assert 'data-format="words" data-ending="txt">Words</button>' in TestClient(app).get("/").text
+assert 'data-format="words" data-ending="txt"><span>Words</span></button>' in TestClient(app).get("/").text
 assert format_for("text/plain") == "words" and CONTENT["text/plain"] == {"schema": {"type": "string"}}
 assert TASKS["export"](open(sys.argv[1], "rb").read(), exporter="words") == b"1f1b"
 main(["export", sys.argv[1], "--to", "words", "-o", sys.argv[2]])
