@@ -47,7 +47,7 @@ def forking(*options: str, environment: Mapping[str, str]) -> Iterator[Path]:
         with subprocess.Popen(
             [sys.executable, "-P", *options, "-c", code],
             env=os.environ | {"PYTHONPATH": str(root)} | environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             start_new_session=True,
         ) as server:
             try:
@@ -77,7 +77,7 @@ def client(server: str, arguments: list[str]) -> int:
 
 
 def serve(path: str) -> None:
-    """Run commands until the process is killed; in each forked process, run one to its end."""
+    """Run commands until stdin ends, which it does with the tests; in each forked process, run one to its end."""
     for name in LOADED:
         import_module(name)
     gc.freeze()  # or collecting garbage writes to, and so copies, every page that the processes share
@@ -86,6 +86,8 @@ def serve(path: str) -> None:
         listening.listen(64)
         os.rename(path + ".new", path)  # a socket that is seen accepts connections
         while True:
+            if sys.stdin in select.select([listening, sys.stdin], [], [])[0]:
+                return
             connection, _ = listening.accept()
             while _ended_child():
                 pass
