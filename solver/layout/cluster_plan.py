@@ -25,7 +25,7 @@ MOST_SOLVED = 3
 LEAST_S = 2.0
 """Seconds below which no family is begun."""
 SHOWN_WORK = 8
-"""Best strategies whose seconds are told apart by kind."""
+"""Best strategies whose seconds are shown by kind."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Solved:
     rated: Rated
     layers: LayerProfile
     judged: Judged
-    beside_s: float
+    added_s: float
 
     @property
     def schedule(self) -> Schedule:
@@ -46,7 +46,7 @@ class Solved:
     @property
     def seconds(self) -> float:
         """Predicted seconds of a step."""
-        return self.judged.value_us / 1e6 + self.beside_s
+        return self.judged.value_us / 1e6 + self.added_s
 
 
 @dataclass(frozen=True)
@@ -218,5 +218,5 @@ def solve_family(job: Job, rated: Rated, limits: Limits) -> Solved | None:
     if not judged or judged[0].schedule is None:
         return None
     costs, slowdowns = job.costs(one), job.slowdowns(one)
-    beside = costs.replicas(m, judged[0].value_us / 1e6) + work(step=1)
-    return Solved(rated, layers, judged[0], float(beside @ slowdowns))
+    added = costs.replicas(m, judged[0].value_us / 1e6) + work(step=1)
+    return Solved(rated, layers, judged[0], float(added @ slowdowns))
