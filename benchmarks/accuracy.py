@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.markdown import table
+from benchmarks.plan_regret import Regret, regret_table, regrets
+from benchmarks.schedule_ratios import ratios
 from benchmarks.section import say
 from optpipe.cluster.calibrate import calibrate, memory_of, predict, split_rows
 from optpipe.cluster.machine import Machine, named_machines
@@ -121,6 +123,10 @@ def _page(results: Sequence[Result], rows: Sequence[Row], ended: Sequence[Row], 
             _verdicts(rows, ended),
             1,
         ),
+        _REGRET,
+        regret_table(*_regrets(results)),
+        _SCHEDULES,
+        table(["model", "devices", "microbatches", "schedule", "measured", "predicted", "error"], _schedules(), 1),
         _FAR.format(far=f"{FAR:.0%}"),
         table(["step", "machine", "predicted s", "measured s", "error", "notes of the source"], _far(results), 2),
         "\n## Not predicted\n",
@@ -163,6 +169,32 @@ def _verdicts(rows: Sequence[Row], ended: Sequence[Row]) -> list[list[str]]:
     for name, own in [*sorted(counts.items()), ("all", [sum(column) for column in zip(*counts.values(), strict=True)])]:
         lines.append([name, *map(str, own), f"{(own[1] + own[3]) / (own[0] + own[2]):.1%}"])
     return lines
+
+
+def _regrets(results: Sequence[Result]) -> tuple[list[Regret], list[Regret]]:
+    fitted = [(row, result.predicted[row.name]) for result in results for row in result.rows]
+    unseen = [
+        (row, (1 + result.unseen[row.name]) * (row.seconds or 0))
+        for result in results
+        for row in result.rows
+        if row.name in result.unseen
+    ]
+    return regrets(fitted), regrets(unseen)
+
+
+def _schedules() -> list[list[str]]:
+    return [
+        [
+            one.model,
+            str(one.devices),
+            str(one.microbatches),
+            one.schedule,
+            f"{one.measured:.3f}",
+            f"{one.predicted:.3f}",
+            f"{one.predicted / one.measured - 1:+.1%}",
+        ]
+        for one in ratios()
+    ]
 
 
 def _far(results: Sequence[Result]) -> list[list[str]]:
@@ -218,6 +250,19 @@ _VERDICTS = """
 
 Layouts that ran, and layouts that ran out of memory. What Aleph Alpha's trainer keeps was chosen on these very rows
 (seven numbers); the others have the defaults.
+"""
+_REGRET = """
+## Regret
+
+What a planner is for: of all layouts that somebody ran for one model, number of GPUs, sequence and batch, how much
+slower than the best was the one that is ranked first? Jobs with at least four layouts; `python -m
+benchmarks.plan_regret` prints this for the machines as they ship.
+"""
+_SCHEDULES = """
+## Schedules, one against another
+
+Zero Bubble (2401.10241) measured several schedules on the same model and GPUs, and profiled F, B, W and messages. Given
+these costs, the simulator predicts how much faster each is than 1F1B: throughput over that of 1F1B.
 """
 _FAR = """
 ## Steps that are farther than {far}
