@@ -38,8 +38,8 @@ class Ratio:
     predicted: float
 
 
-def ratios() -> Iterator[Ratio]:
-    """All pairs that were measured with a profiled microbatch size."""
+def ratios(most_devices: int = 32) -> Iterator[Ratio]:
+    """All pairs that were measured with a profiled microbatch size, on at most so many devices."""
     measured: dict[tuple[str, int, int, int], dict[str, float]] = defaultdict(dict)
     with (FOLDER / "steps.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -49,7 +49,7 @@ def ratios() -> Iterator[Ratio]:
                     row["tokens_per_s_per_gpu"] or row["tokens_per_s_per_gpu_derived"]
                 )
     for (model, devices, size, microbatches), found in sorted(measured.items()):
-        if BASE not in found or (model, devices, size) not in PROFILES:
+        if BASE not in found or (model, devices, size) not in PROFILES or devices > most_devices:
             continue
         base_us = _value_us(model, devices, size, microbatches, BASE)
         for schedule in sorted(set(found) & set(METHODS) - {BASE}):
