@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from optpipe.cluster.machine import FEATURES, Facts
 from optpipe.cluster.model import Layer, Model
-from optpipe.cluster.strategy import Precision, Strategy
+from optpipe.cluster.strategy import Precision, Strategy, layers_on_devices
 
 Work = NDArray[np.float64]
 """Seconds at peak, or a count, by kind: shape (len(FEATURES),)."""
@@ -73,24 +73,19 @@ def work(**parts: float) -> Work:
 class Parts:
     """Work of the parts of a model for a microbatch, by pass.
 
-    `layers` has the shape (kinds, 3, features), `first` and `last` (3, features). `layers_before[k]` counts the layers
-    of each kind among the first k.
+    `layers` has the shape (kinds, 3, features), `first` and `last` (3, features).
     """
 
     layers: NDArray[np.float64]
     first: NDArray[np.float64]
     last: NDArray[np.float64]
-    layers_before: NDArray[np.int64]
 
     @classmethod
     def of(cls, costs: CostModel) -> Parts:
         """The parts of a model under a strategy."""
-        kinds = list(dict.fromkeys(costs.model.layers))
         first, last = costs.ends()
-        number = {layer: k for k, layer in enumerate(kinds)}
-        one_hot = np.eye(len(kinds), dtype=np.int64)[[number[layer] for layer in costs.model.layers]]
-        before = np.vstack([np.zeros((1, len(kinds)), np.int64), one_hot.cumsum(0)])
-        return cls(np.array([costs.layer(layer) for layer in kinds]), np.array(first), np.array(last), before)
+        layers = [costs.layer(layer) for layer in costs.model.distinct_layers]
+        return cls(np.array(layers), np.array(first), np.array(last))
 
 
 class CostModels:
@@ -178,19 +173,13 @@ class CostModel:
     def devices(self) -> NDArray[np.float64]:
         """Work of each device of the pipeline for a microbatch, by pass: shape (p, 3, features)."""
         one, parts, p = self.strategy, self.parts, self.strategy.pipeline
-        ends = np.cumsum((0, *one.layers_of_stages(self.model)))
-        stages = np.diff(parts.layers_before[ends], axis=0)  # layers of each kind
-        chunks = stages.reshape(one.virtual, p, -1)
-        v_shaped = one.schedule in V_SHAPED and one.virtual == 2
-        if v_shaped:
-            chunks[1] = chunks[1, ::-1].copy()
-        devices = np.tensordot(chunks.sum(0), parts.layers, 1)
+        devices = np.tensordot(layers_on_devices(one, self.model), parts.layers, 1)
         if one.vocabulary == "balanced":
             return np.broadcast_to((devices.sum(0) + parts.first + parts.last) / p, devices.shape)
         if one.vocabulary == "spread":
             return np.asarray(devices + (parts.first + parts.last) / p)
         devices[0] += parts.first
-        devices[0 if v_shaped else -1] += parts.last
+        devices[0 if one.is_v_shaped else -1] += parts.last
         return np.asarray(devices)
 
     def step(self, global_batch: int, slowdowns: Work) -> Work:
@@ -310,10 +299,6 @@ def _expert_s(costs: CostModel, routed: float, chosen: int) -> float:
     if nodes > 1:
         seconds += size * min(1.0, nodes / chosen) * (nodes - 1) / nodes / machine.bytes_per_s(one.expert)
     return seconds
-
-
-V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
-"""Schedules whose second stage of a device is the opposite of the first (Controllable Memory, section 4)."""
 
 
 def _interleaved(virtual: int) -> tuple[float, float, float]:

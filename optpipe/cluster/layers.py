@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from optpipe.cluster.costs import BF16_BYTES, INDEX, V_SHAPED, CostModel, Passes, Work
+from optpipe.cluster.costs import BF16_BYTES, INDEX, CostModel, Passes, Work
 from optpipe.cluster.machine import Efficiencies, Machine
 from optpipe.cluster.memory import OPTIMIZER_BYTES, MemoryModel
 from optpipe.cluster.model import Layer as ModelLayer
@@ -41,8 +41,9 @@ def strategy_partition(model: Model, strategy: Strategy) -> Partition:
     sizes = list(strategy.layers_of_stages(model))
     sizes[0] += 1
     sizes[-1] += 1
-    v_shaped = strategy.schedule in V_SHAPED and strategy.virtual > 1
-    return Partition(tuple(sizes), placement("v" if v_shaped else "interleaved", strategy.pipeline, strategy.virtual))
+    return Partition(
+        tuple(sizes), placement("v" if strategy.is_v_shaped else "interleaved", strategy.pipeline, strategy.virtual)
+    )
 
 
 class _Builder:

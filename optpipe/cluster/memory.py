@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
-from optpipe.cluster.costs import BF16_BYTES, V_SHAPED
+import numpy as np
+from numpy.typing import NDArray
+
+from optpipe.cluster.costs import BF16_BYTES
 from optpipe.cluster.model import Layer, Model
 from optpipe.cluster.software import MEGATRON, Software
-from optpipe.cluster.strategy import Strategy
+from optpipe.cluster.strategy import Strategy, layers_on_devices
 
 GIB = 2**30
 OPTIMIZER_BYTES = 12
@@ -39,6 +44,15 @@ class Held:
         return float(sum(vars(self).values()))
 
 
+class _Kinds(NamedTuple):
+    """Parameters of one GPU and bytes of each distinct layer."""
+
+    dense: NDArray[np.float64]
+    expert: NDArray[np.float64]
+    kept: NDArray[np.float64]
+    backward: NDArray[np.float64]
+
+
 @dataclass(frozen=True)
 class MemoryModel:
     """Memory of a model under a strategy."""
@@ -58,6 +72,17 @@ class MemoryModel:
     def _hidden_tokens(self) -> float:
         """Tokens of the parts that only sequence parallelism divides."""
         return self.tokens / (self.strategy.tensor if self.strategy.sequence_parallel else 1)
+
+    @cached_property
+    def _counts(self) -> NDArray[np.int64]:
+        return layers_on_devices(self.strategy, self.model)
+
+    @cached_property
+    def _kinds(self) -> _Kinds:
+        layers = self.model.distinct_layers
+        dense, expert = np.array([self.parameters(layer) for layer in layers]).T
+        kept, backward = np.array([(self.layer(layer), self.backward(layer)) for layer in layers]).T
+        return _Kinds(dense, expert, kept, backward)
 
     def parameters(self, layer: Layer) -> tuple[float, float]:
         """Parameters of a layer on one GPU: all but experts, and experts."""
@@ -133,15 +158,13 @@ class MemoryModel:
         one, model = self.strategy, self.model
         spread = one.vocabulary != "ends"
         first, last = device == 0, device == one.pipeline - 1
-        if one.schedule in V_SHAPED and one.virtual == 2:
+        if one.is_v_shaped:
             last = first
-        layers = self._layers_of(device)
+        counts = self._counts[device].copy()
         if last and not spread:
-            layers += [model.layers[-1]] * model.predicted_tokens
-        dense = expert = 0.0
-        for layer in layers:
-            here, routed = self.parameters(layer)
-            dense, expert = dense + here, expert + routed
+            counts[model.distinct_layers.index(model.layers[-1])] += model.predicted_tokens
+        kinds, here = self._kinds, counts > 0
+        dense, expert = float(counts @ kinds.dense), float(counts @ kinds.expert)
         ends = model.embedding_parameters, model.head_parameters + model.joining_parameters
         if model.tied and one.pipeline > 1:
             ends = ends[0], ends[1] + model.vocabulary * model.hidden
@@ -156,26 +179,17 @@ class MemoryModel:
         optimizer = OPTIMIZER_BYTES * (dense + expert)
         if one.sharding != "none":
             optimizer = OPTIMIZER_BYTES * (dense / share + expert / expert_share)
-        kept = sum(map(self.layer, layers)) * self.in_flight(device)
+        kept = float(counts @ kinds.kept) * self.in_flight(device)
         elements = 0.0
         if last or spread:
             divided = (one.tensor if self.software.logits_divided else 1) * (one.pipeline if spread else 1)
             elements = self.tokens * model.vocabulary / divided
-        backward = max(map(self.backward, layers), default=0.0)
-        gathered = 2 * BF16_BYTES * max((sum(self.parameters(layer)) for layer in layers), default=0.0)
+        backward = float(kinds.backward[here].max(initial=0))
+        gathered = 2 * BF16_BYTES * float((kinds.dense + kinds.expert)[here].max(initial=0))
         loss = elements * self.software.loss_bytes
         transient = max(loss, backward) + (gathered if divide else 0.0)
         logits = elements * BF16_BYTES
         return Held(weights, gradients, optimizer, kept, logits, transient)
-
-    def _layers_of(self, device: int) -> list[Layer]:
-        one, sizes = self.strategy, self.strategy.layers_of_stages(self.model)
-        p = one.pipeline
-        stages = range(device, one.stages, p)
-        if one.schedule in V_SHAPED and one.virtual == 2:
-            stages = [device, 2 * p - 1 - device]  # type: ignore[assignment]
-        starts = [sum(sizes[:stage]) for stage in range(one.stages)]
-        return [layer for k in stages for layer in self.model.layers[starts[k] : starts[k] + sizes[k]]]
 
     def devices(self) -> list[Held]:
         """Bytes of a rank of each device of the pipeline."""

@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from optpipe.document import parse_json, read_bounded, refuse_kind, shown
 from optpipe.document_kinds import TRANSFORMERS_CONFIG, kind_of_data
@@ -122,6 +125,18 @@ class Model:
         """Parameters that a token meets."""
         idle = sum(layer.parameters - layer.active_parameters for layer in self.layers)
         return self.parameters - idle
+
+    @cached_property
+    def distinct_layers(self) -> tuple[Layer, ...]:
+        """Layers that differ, in the order of their first."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @cached_property
+    def layers_before(self) -> NDArray[np.int64]:
+        """How many of the first k layers are of each distinct kind: shape (layers + 1, kinds)."""
+        number = {layer: k for k, layer in enumerate(self.distinct_layers)}
+        one_hot = np.eye(len(number), dtype=np.int64)[[number[layer] for layer in self.layers]]
+        return np.vstack([np.zeros((1, len(number)), np.int64), one_hot.cumsum(0)])
 
     @property
     def kinds(self) -> list[tuple[Layer, int]]:

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from optpipe.cluster.model import Model
 from optpipe.errors import InputError, Issue
 
@@ -24,6 +27,9 @@ Precision = Literal["bf16", "fp8", "fp4"]
 Vocabulary = Literal["ends", "spread", "balanced"]
 """Place of embedding and head: first and last stage, divided among all devices of the pipeline (Vocabulary Parallelism,
 2411.05288), or on their stages with as many layers less as make all equal."""
+
+V_SHAPED = ("zb-v", "v-half", "v-min", "v-zb", "dualpipe-v")
+"""Schedules in which the stages of a device are on a V (Controllable Memory, 2405.15362, section 4)."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,11 @@ class Strategy:
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
+    def is_v_shaped(self) -> bool:
+        """True if the second stage of each device is the opposite of the first."""
+        return self.schedule in V_SHAPED and self.virtual == 2
+
+    @property
     def stages(self) -> int:
         """Stages of the pipeline."""
         return self.pipeline * self.virtual
@@ -78,6 +89,15 @@ class Strategy:
     def layers_of_stages(self, model: Model) -> tuple[int, ...]:
         """Number of decoder layers of each stage."""
         return self.stage_layers or even_stages(len(model.layers), self.stages)
+
+
+def layers_on_devices(strategy: Strategy, model: Model) -> NDArray[np.int64]:
+    """How many layers of each distinct kind each device of the pipeline has: shape (p, kinds)."""
+    ends = np.cumsum((0, *strategy.layers_of_stages(model)))
+    chunks = np.diff(model.layers_before[ends], axis=0).reshape(strategy.virtual, strategy.pipeline, -1)
+    if strategy.is_v_shaped:
+        chunks = np.stack([chunks[0], chunks[1, ::-1]])
+    return np.asarray(chunks.sum(0))
 
 
 def even_stages(layers: int, stages: int) -> tuple[int, ...]:
