@@ -88,7 +88,7 @@ class Places:
         self._run = list(orders.microbatch_order or range(problem.microbatches))
         own = problem.microbatch_factors
         self._planned = [entry.time for entry in own] if own else [1] * problem.microbatches
-        alike = Problem.from_data(problem.to_data() | {"microbatch_factors": None, "microbatch_order": "free"})
+        alike = problem.replaced(microbatch_factors=None, microbatch_order="free")
         self._times = UnitTimes(alike, orders)
         self._memory = memory
 

@@ -34,10 +34,9 @@ def likely_orders(problem: Problem) -> Iterator[tuple[str, Sequence[int]]]:
 
 def in_order(problem: Problem, microbatch_order: Sequence[int]) -> Problem:
     """The problem whose microbatches are given in this order."""
-    data = problem.to_data() | {"microbatch_order": "given"}
-    if problem.microbatch_factors is not None:
-        data["microbatch_factors"] = [data["microbatch_factors"][i] for i in microbatch_order]
-    return problem.from_data(data)
+    own = problem.microbatch_factors
+    factors = {} if own is None else {"microbatch_factors": [own[i] for i in microbatch_order]}
+    return problem.replaced(microbatch_order="given", **factors)
 
 
 def with_own_numbers(problem: Problem, orders: Orders, microbatch_order: Sequence[int]) -> Orders:

@@ -9,7 +9,7 @@ import numpy as np
 
 from optpipe.errors import MethodError, ModelTooLargeError
 from optpipe.problem import Problem
-from optpipe.stage import Mode, Stage
+from optpipe.stage import Mode, Offload, Stage
 from solver.variants import variants
 
 
@@ -50,19 +50,23 @@ def without_endless_copies(problem: Problem, horizon_us: float) -> Problem:
     factors = [float(problem.unit_factors(s, unit).bytes) for s in stages for unit in problem.class_units]
     least = min((factor for factor in factors if factor), default=1.0)
     most_us = ceil((int(horizon_us) + 1) / min(least, 1.0))
-    data = problem.to_data()
-    copies = [
-        entry["offload"]
-        for stage in data["stages"]
-        for entry in (stage, *stage.get("modes", ()))
-        if entry.get("offload")
-    ]
-    endless = [(copy, name) for copy in copies for name in ("offload_us", "reload_us") if copy[name] > most_us]
-    if not endless:
+
+    def ended(copy: Offload | None) -> Offload | None:
+        if copy is None or max(copy.offload_us, copy.reload_us) <= most_us:
+            return copy
+        return copy.replaced(offload_us=min(copy.offload_us, most_us), reload_us=min(copy.reload_us, most_us))
+
+    copies = [copy for stage in problem.stages for copy in (stage.offload, *(mode.offload for mode in stage.modes))]
+    if all(ended(copy) is copy for copy in copies):
         return problem
-    for copy, name in endless:
-        copy[name] = most_us
-    return Problem.from_data(data)
+    return problem.replaced(
+        stages=[
+            stage.replaced(
+                offload=ended(stage.offload), modes=[mode.replaced(offload=ended(mode.offload)) for mode in stage.modes]
+            )
+            for stage in problem.stages
+        ]
+    )
 
 
 def count_ops(problem: Problem) -> int:

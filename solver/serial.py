@@ -190,10 +190,12 @@ def with_statable_peaks(problem: Problem) -> Problem:
             beyond += [d] if most > MAX_BYTES else []
     if not beyond:
         return problem
-    data = problem.to_data()
-    for d in beyond:
-        data["devices"][d]["memory_bytes"] = MAX_BYTES
-    limited = Problem.from_data(data)
+    limited = problem.replaced(
+        devices=[
+            device.replaced(memory_bytes=MAX_BYTES) if d in beyond else device
+            for d, device in enumerate(problem.devices)
+        ]
+    )
     for d, needed, _ in impossible_budgets(limited):
         if d in beyond:
             detail = (

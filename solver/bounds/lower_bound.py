@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 
-from optpipe.fields import MAX_TIME_US
 from optpipe.problem import Problem
 from solver.bounds.device import longest_chain_us
 from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
@@ -94,10 +93,9 @@ def _without_budgets(problem: Problem) -> Problem:
 
     Where a budget leaves no choice but to recompute inside the backward, each backward takes that much longer.
     """
-    data = problem.to_data() | {"host_memory_bytes": None}
-    data["devices"] = [device | {"memory_bytes": None} for device in data["devices"]]
-    data["stages"] = [{name: stage[name] for name in stage if name != "modes"} for stage in data["stages"]]
-    for s, stage in enumerate(data["stages"]):
+    stages = []
+    for s, stage in enumerate(problem.stages):
         again_us = min(way.mode.recompute_us if way.inside else 0 for way in fitting_variants(problem, s))
-        stage["backward_input_us"] = min(stage["backward_input_us"] + again_us, MAX_TIME_US)
-    return Problem.from_data(data)
+        stages.append(stage.replaced(modes=[], backward_input_us=stage.backward_input_us + again_us))
+    devices = [device.replaced(memory_bytes=None) for device in problem.devices]
+    return problem.replaced(host_memory_bytes=None, devices=devices, stages=stages)

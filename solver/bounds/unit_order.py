@@ -137,10 +137,10 @@ class _Device(NamedTuple):
 
 def from_stage(problem: Problem, low: int) -> Problem:
     """The pipeline of the stages from `low` on; what its schedules need, those of the whole problem need as well."""
-    data = problem.to_data()
-    if isinstance(data.get("transfer_us"), list):
-        data["transfer_us"] = data["transfer_us"][low:]
-    return Problem.from_data(data | {"stages": data["stages"][low:]})
+    transfer = problem.transfer_us
+    return problem.replaced(
+        stages=problem.stages[low:], transfer_us=transfer[low:] if isinstance(transfer, list) else transfer
+    )
 
 
 class _Paths:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
-from typing import Any
 
 import numpy as np
 
 from optpipe.fields import MAX_FACTOR, MAX_TIME_US
 from optpipe.ops import DeviceOrders, Op, Orders
-from optpipe.problem import MicrobatchFactors, Problem
+from optpipe.problem import DirectedTransfer, MicrobatchFactors, Problem
 from optpipe.simulate import Simulation, simulate
 from optpipe.stage import Stage, exact
 from solver.bounds.lower_bound import device_bounds_us, lower_bound_us
@@ -131,17 +130,18 @@ def projected(problem: Problem, kept: Sequence[int]) -> Problem:
     device, its channel and its memory, and its F and B remain as time between those of the stages around it. Between
     two stages of one device another must be kept, since stages of one device hand over without delay.
     """
-    data = problem.to_data()
-    data["stages"] = [data["stages"][s] for s in kept]
     if problem.has_factors:
-        _leave_out_for_units(problem, kept, data)
-    else:
-        data["transfer_us"] = [_delay(problem, before, after) for before, after in pairwise(kept)]
-    return Problem.from_data(data)
+        return _projected_units(problem, kept)
+    delays = [_transfer(_delay(problem, before, after)) for before, after in pairwise(kept)]
+    return problem.replaced(stages=[problem.stages[s] for s in kept], transfer_us=delays)
 
 
-def _leave_out_for_units(problem: Problem, kept: Sequence[int], data: dict[str, Any]) -> None:
-    """Put delays into the `data` of a part that are no longer than those of any unit, and as long where they can be.
+def _transfer(delays_us: Mapping[str, float]) -> DirectedTransfer:
+    return DirectedTransfer.model_construct(forward=delays_us["forward"], backward=delays_us["backward"])
+
+
+def _projected_units(problem: Problem, kept: Sequence[int]) -> Problem:
+    """The projected problem with delays that are no longer than those of any unit, and as long where they can be.
 
     A problem gives a delay as a base times a factor of the microbatch, the same on all boundaries, times a factor of
     the slice, that of the sending stage. The first factor is that of the microbatch's times. The second is set by the
@@ -151,25 +151,28 @@ def _leave_out_for_units(problem: Problem, kept: Sequence[int], data: dict[str, 
     boundaries = list(pairwise(kept))
     least = {way: [_least_delays(problem, *pair, way) for pair in boundaries] for way in ("forward", "backward")}
     shapes: list[Sequence[Fraction]] = [[Fraction(1)] * problem.slice_count for _ in kept]
+    stages = [problem.stages[s] for s in kept]
     if problem.slices is not None:
-        for k, stage in enumerate(data["stages"]):
+        for k, stage in enumerate(stages):
             sends = [least["forward"][k]] if k < len(boundaries) else []
             sends += [least["backward"][k - 1]] if k else []
             shape = next((delays for delays in sends if any(delays)), shapes[k])
             while max(shape) > MAX_FACTOR:
                 shape = [share / 1000 for share in shape]
             shapes[k] = shape
-            own = problem.stages[kept[k]].slice_factors
-            factors = problem.slices.factors if own is None else own
-            stage["slice_factors"] = factors.to_data() | {"transfer": [_rounded_down(share) for share in shape]}
-    data["transfer_us"] = [
-        {way: _base(least[way][k], shapes[sender]) for way, sender in (("forward", k), ("backward", k + 1))}
+            factors = problem.slices.factors if stage.slice_factors is None else stage.slice_factors
+            transfer = [_rounded_down(share) for share in shape]
+            stages[k] = stage.replaced(slice_factors=factors.replaced(transfer=transfer))
+    delays = [
+        _transfer({way: _base(least[way][k], shapes[sender]) for way, sender in (("forward", k), ("backward", k + 1))})
         for k in range(len(boundaries))
     ]
-    if problem.microbatch_factors is not None:
-        data["microbatch_factors"] = [
-            {"time": entry.time, "bytes": entry.bytes, "transfer": entry.time} for entry in problem.microbatch_factors
-        ]
+    own = problem.microbatch_factors
+    return problem.replaced(
+        stages=stages,
+        transfer_us=delays,
+        microbatch_factors=own and [entry.replaced(transfer=entry.time) for entry in own],
+    )
 
 
 def _base(delays: Sequence[Fraction], shape: Sequence[Fraction]) -> float:
@@ -303,19 +306,20 @@ def _largest(problem: Problem) -> Problem:
     """The problem without factors, each time that of its largest unit: its delays are the largest of any part."""
     if not problem.has_factors:
         return problem
-    data = problem.to_data()
-    for name in ("microbatch_factors", "slices"):
-        data.pop(name, None)
-    for stage, of_classes in zip(data["stages"], problem.unit_stages, strict=True):
-        for name in ("slice_factors", "slice_gradient_bytes"):
-            stage.pop(name, None)
-        for name in ("forward_us", "backward_input_us", "backward_weight_us"):
-            stage[name] = max(getattr(one, name) for one in of_classes)
-    data["transfer_us"] = [
-        {direction: float(delays_us[s].max()) for direction, delays_us in problem.unit_delays_us.items()}
+    names = ("forward_us", "backward_input_us", "backward_weight_us")
+    stages = [
+        stage.replaced(
+            slice_factors=None,
+            slice_gradient_bytes=0,
+            **{name: max(getattr(one, name) for one in of_classes) for name in names},
+        )
+        for stage, of_classes in zip(problem.stages, problem.unit_stages, strict=True)
+    ]
+    delays = [
+        _transfer({direction: float(us[s].max()) for direction, us in problem.unit_delays_us.items()})
         for s in range(len(problem.stages) - 1)
     ]
-    return Problem.from_data(data)
+    return problem.replaced(microbatch_factors=None, slices=None, stages=stages, transfer_us=delays)
 
 
 def _connected(problem: Problem, devices: Collection[int]) -> Sequence[int]:

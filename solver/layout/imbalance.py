@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optpipe.problem import Problem
+from optpipe.problem import MicrobatchFactors, Problem
 from solver.limits import Limits
 from solver.microbatch_orders import in_order, likely_orders
 from solver.strategy import SharedIncumbent
@@ -46,8 +46,9 @@ def best_published(problem: Problem, name: str, order: Sequence[int]) -> InOrder
 
 def without_imbalance(problem: Problem, factors: Sequence[dict[str, float]] | None = None) -> Problem:
     """The problem with equal microbatches: of these factors, by default of the same work and sizes in total."""
-    data = problem.to_data()
-    own = data["microbatch_factors"]
-    names = ("time", "bytes", "transfer")
-    means = {name: sum(entry.get(name, 1) for entry in own) / len(own) for name in names}
-    return problem.from_data(data | {"microbatch_factors": factors or [means] * len(own), "microbatch_order": "given"})
+    own = problem.microbatch_factors
+    assert own is not None, "only unequal microbatches have an imbalance"
+    names = MicrobatchFactors.model_fields
+    means = {name: sum(getattr(entry, name) for entry in own) / len(own) for name in names}
+    equal = [MicrobatchFactors().replaced(**entry) for entry in factors or [means] * len(own)]
+    return problem.replaced(microbatch_factors=equal, microbatch_order="given")

@@ -165,4 +165,4 @@ def with_records(suite: Suite, results: Sequence[Result], limits: Limits, force:
         for entry in suite.entries
     ]
     count = sum((entry.instance, entry.method) in records for entry in suite.entries)
-    return Suite.from_data(suite.to_data() | {"entries": [entry.to_data() for entry in entries]}), count
+    return suite.replaced(entries=list(entries)), count

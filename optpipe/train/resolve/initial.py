@@ -105,11 +105,11 @@ def arranged(problem: Problem, schedule: Schedule) -> Problem:
     own = problem.microbatch_factors
     if own is None:
         in_order = schedule.microbatch_order is None
-        return problem if in_order else Problem.from_data(problem.to_data() | {"microbatch_order": "free"})
+        return problem if in_order else problem.replaced(microbatch_order="free")
     program, orders = compile_schedule(schedule), schedule.orders_in(problem)
     factors = np.array([[getattr(entry, name) for entry in own] for name in FACTORS], np.float64)
     order = Places(problem, orders, memory_steps(program, problem)).assign(factors)
-    return Problem.from_data(problem.to_data() | {"microbatch_factors": [own[i].to_data() for i in order]})
+    return problem.replaced(microbatch_factors=[own[i] for i in order])
 
 
 def message_bytes(problem: Problem, measured: Measured) -> MessageBytes:

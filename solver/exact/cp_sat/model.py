@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise, product
 from math import ceil
-from typing import Any
 
 import numpy as np
 from ortools.sat.python import cp_model
 
+from optpipe.document import Document
 from optpipe.ops import Op, Orders
-from optpipe.problem import Problem
+from optpipe.problem import DirectedTransfer, MicrobatchFactors, Problem
 from optpipe.simulate import Simulation, simulate
-from optpipe.stage import KEPT, OFFLOAD
+from optpipe.stage import KEPT, OFFLOAD, Offload, SliceFactors, Stage
 from solver.bounds.unit_order import MOST_ROOM_NODES
 from solver.build import orders_from_times
 from solver.exact.cp_sat.constraints import (
@@ -220,10 +220,8 @@ class _Search(Incumbent):
         budgets, none does, and so short a horizon is quickly searched. Orders that are found may still exceed the
         host's budget with the times of the problem, and are then not taken (docs/adr/0003).
         """
-        data = self.problem.to_data() | {"transfer_us": 0, "objective": "makespan"}
-        for stage in data["stages"]:
-            _retime(stage, lambda _: 1)
-        timeless = Problem.from_data(_without_time_factors(data))
+        stages = [_retimed(stage, lambda _: 1) for stage in self.problem.stages]
+        timeless = _without_time_factors(self.problem.replaced(stages=stages, transfer_us=0, objective="makespan"))
         horizon = horizon_us(timeless, float("inf"))
         variables = build_model(timeless, TimeGrid.of(timeless, horizon), horizon, 0.0, self.options)
         variables.model.clear_objective()  # type: ignore[no-untyped-call]
@@ -408,41 +406,48 @@ def _timed_in_ticks(variables: Variables, orders: Orders) -> Simulation:
     True times rounded to ticks could let ops of a device overlap, and CP-SAT would drop the hint.
     """
     problem, grid_ticks = variables.problem, variables.grid.ticks
-    data = problem.to_data()
-    delays_us = zip(problem.forward_delay_us, problem.backward_delay_us, strict=True)
-    data["transfer_us"] = [
-        {"forward": TICK_US * grid_ticks(forward_us), "backward": TICK_US * grid_ticks(backward_us)}
-        for forward_us, backward_us in delays_us
+    delays_us = [
+        DirectedTransfer.model_construct(
+            forward=TICK_US * grid_ticks(forward_us), backward=TICK_US * grid_ticks(backward_us)
+        )
+        for forward_us, backward_us in zip(problem.forward_delay_us, problem.backward_delay_us, strict=True)
     ]
-    for stage in data["stages"]:
-        _retime(stage, lambda time_us: TICK_US * variables.grid.length(time_us))
-    return simulate(Problem.from_data(data), orders)
+    stages = [_retimed(stage, lambda time_us: TICK_US * variables.grid.length(time_us)) for stage in problem.stages]
+    return simulate(problem.replaced(stages=stages, transfer_us=delays_us), orders)
 
 
-_STAGE_US = ("forward_us", "backward_input_us", "backward_weight_us")
-_COPY_US = ("offload_us", "reload_us")
+def _retimed(stage: Stage, length: Callable[[float], float]) -> Stage:
+    """The stage with ops of other lengths."""
+
+    def times(entry: Document, *names: str) -> dict[str, float]:
+        return {name: length(getattr(entry, name)) for name in names}
+
+    def copy(offload: Offload | None) -> Offload | None:
+        return offload and offload.replaced(**times(offload, "offload_us", "reload_us"))
+
+    modes = [
+        mode.replaced(
+            offload=copy(mode.offload),
+            **(times(mode, "recompute_us") if stage.choices[stage.choice_numbers[mode.name]].recomputes else {}),
+        )
+        for mode in stage.modes
+    ]
+    own = times(stage, "forward_us", "backward_input_us", "backward_weight_us")
+    return stage.replaced(**own, offload=copy(stage.offload), modes=modes)
 
 
-def _retime(stage: dict[str, Any], length: Callable[[float], float]) -> None:
-    """Give every op of a stage's data another length."""
-    modes = stage.get("modes", ())
-    for copy in filter(None, [stage.get("offload"), *(mode.get("offload") for mode in modes)]):
-        copy.update({name: length(copy[name]) for name in _COPY_US})
-    stage.update({name: length(stage[name]) for name in _STAGE_US})
-    for mode in modes:
-        if mode.get("kept_bytes") not in (None, stage["activation_bytes"]):
-            mode["recompute_us"] = length(mode["recompute_us"])
+def _without_time_factors(problem: Problem) -> Problem:
+    """The problem with units that differ in bytes alone."""
 
+    def of_bytes(factors: SliceFactors | None) -> SliceFactors | None:
+        return factors and SliceFactors.model_construct(bytes=factors.bytes)
 
-def _without_time_factors(data: dict[str, Any]) -> dict[str, Any]:
-    """Data of a problem whose units differ in bytes alone."""
-    if data.get("microbatch_factors"):
-        data["microbatch_factors"] = [{"bytes": one.get("bytes", 1)} for one in data["microbatch_factors"]]
-    holders = [(data["slices"], "factors")] if data.get("slices") else []
-    for holder, name in [*holders, *((stage, "slice_factors") for stage in data["stages"])]:
-        if holder.get(name):
-            holder[name] = {"bytes": holder[name].get("bytes")}
-    return data
+    own, slices = problem.microbatch_factors, problem.slices
+    return problem.replaced(
+        microbatch_factors=own and [MicrobatchFactors.model_construct(bytes=entry.bytes) for entry in own],
+        slices=slices and slices.replaced(factors=of_bytes(slices.factors)),
+        stages=[stage.replaced(slice_factors=of_bytes(stage.slice_factors)) for stage in problem.stages],
+    )
 
 
 class _Callback(cp_model.CpSolverSolutionCallback):
