@@ -39,8 +39,8 @@ def regrets(steps: Iterable[Measured]) -> list[Regret]:
     jobs: dict[tuple[str, ...], dict[Strategy, Measured]] = defaultdict(dict)
     for row, predicted in steps:
         one = row.strategy
-        job = row.software.split("/")[0], row.model.name, row.machine, str(one.gpus), str(row.sequence)
-        layouts = jobs[*job, str(row.global_batch), one.precision]
+        where = row.software.split("/")[0], row.model.name, row.machine, str(one.gpus), str(row.sequence)
+        layouts = jobs[*where, str(row.global_batch), one.precision]
         assert row.seconds is not None, "only measured steps are ranked"
         if one not in layouts or row.seconds < (layouts[one][0].seconds or 0):
             layouts[one] = (row, predicted)
