@@ -15,11 +15,14 @@ from optpipe.files import check_writable, write_atomically
 from optpipe.units import share_text
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from optpipe.cluster.strategy import Strategy
     from solver.layout.cluster_plan import Plan
     from solver.layout.strategies import Rated
 
-SHOWN = 12
+SHOWN, FIRST = 12, 5
+"""Most strategies in the table at the end, and in the first one."""
 MOST_RATED = 50
 """Most beaten strategies that are rated to say what one of them loses."""
 GIB = 2**30
@@ -66,16 +69,17 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
         software_of(question.software),
         question.software,
     )
-    compile_once()
     limits = Limits(time_limit, workers=workers or available_cores())
 
-    def say(ratings: Sequence[Rated]) -> None:
-        best = ratings[0]
-        stderr().print(f"{len(ratings):,} strategies rated; best {best.name}: {best.seconds:.2f} s ({best.reason})")
+    def say(plan: Plan) -> None:
+        first = plan.ratings[0]
+        if not plan.solved and not as_json:
+            stderr().print(_table(plan, FIRST))
+        stderr().print(f"{len(plan.ratings):,} strategies rated; fastest {first.name}: {first.seconds:.2f} s")
 
     what = f"planning {job.model.name} on {question.gpus:,} GPUs for up to {time_limit:g} s"
     with doing_long(what), ctrl_c_cancels(limits.cancel):
-        plan = plan_cluster(job, question.gpus, fixed, limits, say)
+        plan = plan_cluster(job, question.gpus, fixed, limits, say, compile_once)
     document = plan.document()
     if output is not None:
         _write(plan, document, output)
@@ -142,22 +146,7 @@ def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
 
 def _print(plan: Plan, output: Path | None) -> None:
     console = stdout()
-    rows = table("strategy", "step s", "tokens/s/GPU", "MFU", "GiB", "lost to", "schedule")
-    rows.columns[-2].justify = rows.columns[-1].justify = "left"
-    shown_rows = [one for one in plan.ratings if one.end == "solved"][:SHOWN]
-    if plan.best.end == "solved" and plan.best not in shown_rows:
-        shown_rows.append(plan.best)
-    for one in shown_rows:
-        rows.add_row(
-            ("* " if one == plan.best else "  ") + one.name,
-            f"{one.seconds:.2f}",
-            f"{plan.tokens_per_s(one.seconds):,.0f}",
-            share_text(plan.utilization(one.seconds)),
-            f"{one.memory_bytes / GIB:.0f}",
-            _lost(plan, one),
-            one.reason,
-        )
-    console.print(rows)
+    console.print(_table(plan, SHOWN))
     ends = {end: sum(one.end == end for one in plan.ratings) for end in ("solved", "beaten", "does_not_fit")}
     console.print(
         f"{len(plan.ratings):,} legal strategies: {ends['solved']:,} have a schedule, {ends['beaten']:,} are beaten by "
@@ -171,17 +160,37 @@ def _print(plan: Plan, output: Path | None) -> None:
     console.print(
         f"take {best.name}: {best.seconds:.2f} s a step; no strategy takes less than {bound_s:.2f} s by this cost model"
     )
-    if plan.error:
+    if not plan.error:
+        console.print(f"nothing was measured on {plan.job.machine.name}: these are guesses from other machines")
+    elif plan.ties > 1:
         console.print(
             f"half of the published steps on {plan.job.machine.name} are predicted within {share_text(plan.error)}: "
             f"{plan.ties:,} strategies tie with the fastest, and this is the simplest of them"
         )
-    else:
-        console.print(f"nothing was measured on {plan.job.machine.name}: these are guesses from other machines")
     for sentence in plan.job.model.assumptions:
         console.print(sentence)
     if output is not None:
         console.print(f"wrote {output}/plan.json" + (", schedule.json, layers.json" if plan.solved else ""))
+
+
+def _table(plan: Plan, most: int) -> Table:
+    """The fastest strategies, and the one to take."""
+    rows = table("strategy", "step s", "tokens/s/GPU", "MFU", "GiB", "lost to", "schedule")
+    rows.columns[-2].justify = rows.columns[-1].justify = "left"
+    fastest = [one for one in plan.ratings[:most] if one.end == "solved"]
+    if plan.best.end == "solved" and plan.best not in fastest:
+        fastest.append(plan.best)
+    for one in fastest:
+        rows.add_row(
+            ("* " if one == plan.best else "  ") + one.name,
+            f"{one.seconds:.2f}",
+            f"{plan.tokens_per_s(one.seconds):,.0f}",
+            share_text(plan.utilization(one.seconds)),
+            f"{one.memory_bytes / GIB:.0f}",
+            _lost(plan, one),
+            one.reason,
+        )
+    return rows
 
 
 def _lost(plan: Plan, one: Rated) -> str:

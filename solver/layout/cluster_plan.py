@@ -140,14 +140,22 @@ class Plan:
         }
 
 
-OnRated = Callable[[Sequence[Rated]], None]
+OnPlan = Callable[[Plan], None]
+"""Called with the plan so far: when all strategies are rated, and after each family that is solved."""
 
 
-def plan_cluster(job: Job, gpus: int, fixed: Fixed, limits: Limits, on_rated: OnRated = lambda _: None) -> Plan:
+def plan_cluster(
+    job: Job,
+    gpus: int,
+    fixed: Fixed,
+    limits: Limits,
+    on_plan: OnPlan = lambda _: None,
+    prepare: Callable[[], None] = lambda: None,
+) -> Plan:
     """Rate all strategies and schedule the best families, within the time limit.
 
-    `on_rated` is called with the ratings so far, the best first, once all are there and after each family that is
-    solved. Raises InputError where no strategy is legal.
+    `prepare` is called before the first family is solved; the time that it takes does not count. Raises InputError
+    where no strategy is legal.
     """
     ratings: list[Rated] = []
     for group in rate_all(job, gpus, fixed):
@@ -158,8 +166,14 @@ def plan_cluster(job: Job, gpus: int, fixed: Fixed, limits: Limits, on_rated: On
         )
         raise InputError([Issue(job.model.name, "no_strategy", detail)])
     ratings.sort(key=_order)
-    on_rated(ratings)
-    solved: list[Solved] = []
+    measured = job.machine.efficiencies_of(ratings[0].strategy.precision, job.software_name).median_error
+    plan = Plan(job, gpus, fixed, ratings, (), measured or 0.0)
+    on_plan(plan)
+    if limits.time_left_s < LEAST_S or plan.best.end != "solved":
+        return plan
+    began = time.perf_counter()
+    prepare()
+    limits = replace(limits, time_limit_s=limits.time_limit_s + time.perf_counter() - began)
     for number, one in enumerate(_families(ratings)):
         left_s = limits.time_left_s
         if left_s < LEAST_S or limits.cancel.requested:
@@ -167,12 +181,10 @@ def plan_cluster(job: Job, gpus: int, fixed: Fixed, limits: Limits, on_rated: On
         share = replace(limits, time_limit_s=left_s / (MOST_SOLVED - number), began=time.perf_counter())
         found = solve_family(job, one, share)
         if found is not None:
-            solved.append(found)
-            ratings = [_with(rating, found) for rating in ratings]
-            ratings.sort(key=_order)
-            on_rated(ratings)
-    measured = job.machine.efficiencies_of(ratings[0].strategy.precision, job.software_name).median_error
-    return Plan(job, gpus, fixed, ratings, solved, measured or 0.0)
+            ratings = sorted((_with(rating, found) for rating in plan.ratings), key=_order)
+            plan = replace(plan, ratings=ratings, solved=[*plan.solved, found])
+            on_plan(plan)
+    return plan
 
 
 def _order(one: Rated) -> tuple[float, int, float]:

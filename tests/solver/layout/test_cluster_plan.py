@@ -21,10 +21,11 @@ def job(batch: int = 64) -> Job:
 
 
 def test_the_best_families_are_cut_and_scheduled() -> None:
-    seen = []
-    plan = plan_cluster(job(), 64, {"pp": [4, 8], "tp": [8]}, Limits(12.0), lambda ratings: seen.append(ratings[0]))
+    seen: list[float] = []
+    fixed = {"pp": [4, 8], "tp": [8]}
+    plan = plan_cluster(job(), 64, fixed, Limits(12.0), lambda plan: seen.append(plan.ratings[0].seconds))
     assert plan.solved
-    assert [one.seconds for one in seen] == sorted((one.seconds for one in seen), reverse=True)
+    assert seen == sorted(seen, reverse=True)
     for one in plan.solved:
         assert verify(one.schedule).ok
         assert one.seconds >= one.rated.bound_s * (1 - 1e-9)
