@@ -75,6 +75,13 @@ class TaskGraph:
             types = ((ops.kind * stages + ops.stage) * options + modes[ops.stage, ops.microbatch]) * classes
         return types + self.unit_class[ops.microbatch] if self.shape[3] > 1 else types
 
+    def types_of_stage(self, kinds: Sequence[int], stage: int, option: int | None, unit_class: int) -> Ints:
+        """Type of an op of each kind on a stage in an option (None: kept, or offloaded whole), for a class of units."""
+        if option is None:
+            return self.plain_types[[*kinds], stage] + unit_class
+        _, stages, options, classes = self.shape
+        return ((np.array(kinds) * stages + stage) * options + option) * classes + unit_class
+
     @cached_property
     def plain_types(self) -> Ints:
         """Type of each kind on each stage where no option is named, in the first class: an array (kinds, stages)."""

@@ -15,10 +15,10 @@ from itertools import pairwise
 import numpy as np
 from numba import njit
 
-from optpipe.costs import device_effect
+from optpipe.kinds import codes
 from optpipe.ops import Bools, Floats, Ints
 from optpipe.problem import Problem
-from optpipe.stage import Stage
+from optpipe.task_graph import lower
 
 
 @dataclass(frozen=True)
@@ -46,29 +46,25 @@ class PassCosts:
         return 3 * self.stages
 
 
-def pass_costs(problem: Problem, unit: int = 0, stages: Sequence[Stage] | None = None) -> PassCosts:
-    """The passes of a unit of a problem: F along the stages, B back, each W behind its B.
-
-    `stages`: its stages with the costs of the unit, where these are other than the problem's.
-    """
-    count = len(problem.stages)
-    stages = stages or [problem.stage_of(s, unit) for s in range(count)]
+def pass_costs(problem: Problem, unit: int = 0) -> PassCosts:
+    """The passes of a unit of a problem: F along the stages, B back, each W behind its B."""
+    count, graph = len(problem.stages), lower(problem)
+    types = (graph.plain_types[[*codes("FBW")]] + graph.unit_class[unit]).ravel()
     before, delay_us = np.arange(-1, 3 * count - 1), np.zeros(3 * count)
     before[count : 2 * count] = [*range(count + 1, 2 * count), count - 1]
     before[2 * count :] = range(count, 2 * count)
-    delay_us[1:count] = problem.unit_delays_us["forward"][:, unit]
-    delay_us[count : 2 * count - 1] = problem.unit_delays_us["backward"][:, unit]
-    effects = np.array([device_effect(stage, kind) for kind in "FBW" for stage in stages], np.int64)
+    delay_us[1:count] = graph.delays_us["forward"][:, unit]
+    delay_us[count : 2 * count - 1] = graph.delays_us["backward"][:, unit]
     return PassCosts(
         stages=count,
         devices=len(problem.devices),
-        duration_us=np.array([stage.duration_us(kind) for kind in "FBW" for stage in stages], np.float64),
-        device=np.tile([stage.device for stage in stages], 3),
+        duration_us=graph.duration_us[types],
+        device=np.tile(graph.device, 3),
         before=before,
         delay_us=delay_us,
         follows=np.tile([-1, 0], (3 * count, 1)),
-        at_start=effects[:, 0].copy(),
-        at_end=effects[:, 1].copy(),
+        at_start=graph.device_bytes[types, 0],
+        at_end=graph.device_bytes[types, 1],
     )
 
 

@@ -21,9 +21,11 @@ from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
 from typing import NamedTuple, TypeVar
 
+from optpipe.kinds import KIND, needs_of
 from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.stage import Stage
+from optpipe.task_graph import lower
 from solver.variants import variants
 
 
@@ -194,17 +196,16 @@ def rule_edges(problem: Problem, index: Mapping[Op, int]) -> Iterator[Edge]:
 
     Zero Bubble, appendix G (F, B, W along the pipeline); OptPipe, section 4 (F, O, R, B of an activation that leaves).
     """
-    forward_us, backward_us = (problem.unit_delays_us[way].tolist() for way in ("forward", "backward"))
+    delays_us = {direction: us.tolist() for direction, us in lower(problem).delays_us.items()}
     earlier = {kind: units_before(problem, kind) for kind in {op.kind[0] for op in index}}
     for op, k in index.items():
         kind, s, i = op
-        if kind == "F" and s:
-            yield Edge(index[Op("F", s - 1, i)], k, forward_us[s - 1][i])
-        if kind == "B" and s + 1 < len(problem.stages):
-            yield Edge(index[Op("B", s + 1, i)], k, backward_us[s][i])
-        for before in {"B": "FR", "W": "B", "O": "F", "R": "O"}.get(kind, ""):
-            if Op(before, s, i) in index:
-                yield Edge(index[Op(before, s, i)], k, 0.0)
+        # Messages first: the order in which a model states its rows decides the path of its solver.
+        for need in sorted(needs_of(kind), key=lambda need: need.direction is None) if kind in KIND else ():
+            before = Op(need.duty, s + need.stage, i)
+            if not need.slice and before in index:
+                delay = delays_us[need.direction][min(s, before.stage)][i] if need.direction else 0.0
+                yield Edge(index[before], k, delay)
         before_unit = earlier[kind[0]].get(i)
         if before_unit is not None:
             yield Edge(index[Op(kind, s, before_unit)], k, 0.0)

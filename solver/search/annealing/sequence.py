@@ -32,14 +32,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.costs import device_effect, duration_us
-from optpipe.kinds import KINDS as ORDER_KINDS
-from optpipe.kinds import STREAM_OF_KIND, STREAMS
+from optpipe.kinds import CODE, COPIES, ROWS, STREAM_OF_KIND, STREAMS, WHOLE_BACKWARD, codes, covering, kind_of
 from optpipe.ops import DeviceOrders, Floats, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation
 from optpipe.stage import OFFLOAD, Stage
+from optpipe.task_graph import lower
 from solver.scale import refuse_too_many_costs
 from solver.variants import Variant, variants
 
@@ -197,7 +196,8 @@ def _classes(problem: Problem, ways: Sequence[Sequence[Variant]], stride: int) -
             first["returns"][B * count + s], first["after"][back] = back, B * count + s
             if stage.modes:
                 first["returns"][again], first["leaves"][back] = back, again
-    delays_us = {name: delays[:, problem.class_units] for name, delays in problem.unit_delays_us.items()}
+    graph = lower(problem)
+    delays_us = {name: delays[:, problem.class_units] for name, delays in graph.delays_us.items()}
     for n in range(numbers):
         unit_class, number = divmod(n, most_ways)
         records = classes[n * stride : n * stride + keys]
@@ -208,47 +208,50 @@ def _classes(problem: Problem, ways: Sequence[Sequence[Variant]], stride: int) -
         for s in range(count):
             if number >= len(ways[s]):
                 continue
-            stage = problem.unit_stages[s][unit_class]
             way = ways[s][number]
-            way = way._replace(mode=stage.choices[way.choice])
-            for k, kind in enumerate(KINDS):
-                _set_costs(records[k * count + s], stage, kind, way if problem.has_modes else None)
+            kinds = [_op_kind(kind, stages[s], way, named=problem.has_modes) for kind in KINDS]
+            at = [(k * count + s, kind) for k, kind in enumerate(kinds) if kind]
+            own, there = zip(*at, strict=True)
+            option = way.choice if problem.has_modes else None
+            types = graph.types_of_stage(codes(there), s, option, unit_class)
+            effects = graph.device_bytes[types]
+            changes = effects.sum(axis=1)
+            costs = records[[*own]]
+            costs["duration_us"], costs["change_bytes"] = graph.duration_us[types], changes
+            costs["need_bytes"] = np.maximum(effects[:, 0], changes)
+            costs["acquires"], costs["releases"] = (effects[:, 0] > 0) | (changes > 0), effects[:, 1] < 0
+            records[[*own]] = costs
             record = records[s]
             record["drawn"] = len(variants(stages[s]))
             record["copies"], record["again"] = way.mode.offload is not None, way.ahead
     return classes
 
 
-def _set_costs(record: Any, stage: Stage, kind: str, way: Variant | None) -> None:
-    """Set what an op costs in a way (None: without modes, where only what leaves has copies)."""
-    mode = way.mode if way else None
-    if kind in "OR" and not (mode.offload if mode else stage.offload):
-        return
-    if kind == "C" and not (way and way.ahead):
-        return
+def _op_kind(kind: str, stage: Stage, way: Variant, named: bool) -> str | None:
+    """Kind of the op that a kind of sequences is in a way; None if there is none. `named`: stages have modes."""
+    if kind in COPIES and not (way.mode.offload if named else stage.offload):
+        return None
+    if kind == "C" and not way.ahead:
+        return None
     if kind == "W" and not stage.split_backward:
-        return
-    if kind == "B":
-        kind = ("CB" if way and way.inside else "B") + ("" if stage.split_backward else "W")
-    effect = device_effect(stage, kind, mode)
-    record["acquires"], record["releases"] = effect.acquires, effect.releases
-    record["duration_us"] = duration_us(stage, kind, mode)
-    record["need_bytes"] = max(effect.at_start, sum(effect))
-    record["change_bytes"] = sum(effect)
+        return None
+    if kind != "B":
+        return kind
+    return kind_of("B", *([] if stage.split_backward else ["W"]), *(["C"] if way.inside else []))
 
 
-FUSED = [ORDER_KINDS.index(kind) for kind in ("BW", "CBW")]
+FUSED = [*codes(covering("B", "W"))]
 
-BACKWARD_INSIDE = ORDER_KINDS.index("CB")
+BACKWARD_INSIDE = CODE[kind_of("B", "C")]
 
-WHOLE = np.arange(len(ORDER_KINDS))
-WHOLE[[ORDER_KINDS.index("B"), BACKWARD_INSIDE]] = FUSED
+WHOLE = np.arange(len(ROWS))
+WHOLE[[*codes(WHOLE_BACKWARD)]] = codes(WHOLE_BACKWARD.values())
 """For each kind of orders that of the op on a stage that cannot split its backwards."""
 
-KIND_OF_PART = np.array([KINDS.find("B" if "B" in kind else kind) for kind in ORDER_KINDS])
+KIND_OF_PART = np.array([KINDS.find(row.duties[0]) for row in ROWS])
 """For each kind of orders its kind in sequences, for a fused backward that of its first part."""
 
-KIND_OF_ORDERS = np.array([ORDER_KINDS.index(kind) for kind in KINDS])
+KIND_OF_ORDERS = np.array(codes(KINDS))
 """For each kind of sequences its index among those of orders."""
 
 
@@ -322,11 +325,11 @@ def _ways_taken(simulation: Simulation) -> Ints:
     taken = np.zeros(size, np.int64)
     if not problem.has_modes:
         return taken
-    present = np.zeros((len(ORDER_KINDS), *size), bool)
+    present = np.zeros((len(ROWS), *size), bool)
     present[ops.kind, ops.stage, ops.microbatch] = True
-    inside = present[BACKWARD_INSIDE] | present[ORDER_KINDS.index("CBW")]
+    inside = present[BACKWARD_INSIDE] | present[CODE[kind_of("B", "W", "C")]]
     for s, stage in enumerate(problem.stages):
-        copied = present[ORDER_KINDS.index("O"), s] * stage.choice_numbers.get(OFFLOAD, 0)
+        copied = present[CODE["O"], s] * stage.choice_numbers.get(OFFLOAD, 0)
         modes = copied if simulation.modes is None else simulation.modes[s]
         for n, way in enumerate(stage_ways(problem, s)):
             taken[s, (modes == way.choice) & (inside[s] == way.inside)] = n

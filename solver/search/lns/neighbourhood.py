@@ -57,15 +57,7 @@ class Numbering:
             ]
         )
         edges = [(self._handed_over(edge), edge.after, ticks(edge.delay)) for edge in rule_edges(problem, self.index)]
-        backward_us = problem.unit_delays_us["backward"].tolist()
-        for op, k in self.index.items():
-            before = {"C": "FR", "CB": "FR", "B": ("C", "CB")}.get(op.kind, ())
-            there = (Op(kind, *op[1:]) for kind in before)
-            edges += [(self.index[other], k, 0) for other in there if other in self.index]
-            gradient = Op("B", op.stage + 1, op.microbatch)
-            if op.kind == "CB" and gradient in self.index:
-                edge = Edge(self.index[gradient], k, backward_us[op.stage][op.microbatch])
-                edges.append((self._handed_over(edge), k, ticks(edge.delay)))
+        edges += [(k, self.index[op._replace(kind="B")], 0) for op, k in self.index.items() if op.kind == "CB"]
         self.rules = np.array(edges, np.int64).reshape(-1, 3)
 
     def _handed_over(self, edge: Edge) -> int:

@@ -49,7 +49,7 @@ class ModeRound:
         lanes, costs = [], []
         for position in self.recomputed.T:
             stages = [again[s] if of_stage else kept[s] for s, of_stage in enumerate(position.tolist())]
-            own = pass_costs(problem, stages=stages)
+            own = pass_costs(problem.replaced(stages=stages))
             delay = own.delay_us.copy()
             delay[count : 2 * count] -= np.where(position, np.minimum(before, slack), 0.0)
             lanes.append(stages)
