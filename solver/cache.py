@@ -21,19 +21,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from math import gcd
+from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from optpipe.errors import OptPipeError
+from optpipe.kinds import SizeName, TimeName
 from optpipe.ops import Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.stage import KEPT, OFFLOAD, Mode, Stage, UnitStage
+from optpipe.task_graph import lower
 from solver.limits import Limits
-from solver.scale import stage_times_us, time_unit_us
+from solver.scale import time_unit_us
 
 if TYPE_CHECKING:
     from solver.adapt import Kept
@@ -62,63 +64,48 @@ class Canonical:
 
 def canonical_form(problem: Problem) -> Canonical:
     """The canonical form of a problem."""
-    time_us = time_unit_us(problem)
-    unit_stages = [stage for of_classes in problem.unit_stages for stage in of_classes]
-    unit_bytes = gcd(*(size for stage in unit_stages for size in _sizes_bytes(stage)))
-    copies = [mode.offload for stage in unit_stages for mode in stage.choices if mode.offload]
-    moved_bytes = gcd(*(copy.bytes for copy in copies))
+    time_us, graph = time_unit_us(problem), lower(problem)
+    times, sizes = (  # rows for each option and class of a stage
+        [np.stack([part[s, :count].ravel() for part in parts], axis=1) for s, count in enumerate(graph.options)]
+        for parts in (graph.times_us.values(), graph.sizes_bytes.values())
+    )
+    unit_bytes = int(np.gcd.reduce(np.concatenate(sizes).ravel()))
+    moved_bytes = int(np.gcd.reduce(np.concatenate(sizes)[:, [*graph.sizes_bytes].index("copied")]))
 
     @cache  # stages repeat their times, and reading digits is most of the work
-    def ticks(time: float) -> int:
+    def ticks(time: float) -> int | None:
+        if isnan(time):
+            return None
         exact = Fraction(str(time))
         return exact.numerator * time_us.denominator // (exact.denominator * time_us.numerator)
-
-    def mode_data(mode: Mode) -> Data:
-        copy = mode.offload
-        sizes = [mode.kept_bytes, mode.forward_workspace_bytes, mode.workspace_bytes]
-        return {
-            "recompute": ticks(mode.recompute_us) if mode.recomputes else None,
-            "sizes": [size // (unit_bytes or 1) for size in sizes],
-            "segment": None if mode.segment_bytes is None else mode.segment_bytes // (unit_bytes or 1),
-            "copy": copy and [copy.bytes // (unit_bytes or 1), ticks(copy.offload_us), ticks(copy.reload_us)],
-        }
-
-    def new_fields(stage: Stage) -> Data:
-        """Data of what stages have had since there are entries without it, where it says anything."""
-        modes = [mode_data(mode) for mode in stage.choices if mode.name not in (KEPT, OFFLOAD)]
-        return ({"modes": modes} if modes else {}) | ({} if stage.split_backward else {"split": False})
-
-    def stage_data(stage: Stage) -> Data:
-        return {
-            "device": stage.device,
-            "times": [ticks(time) for time in stage_times_us(stage)],
-            "sizes": [size // (unit_bytes or 1) for size in _sizes_bytes(stage)],
-            "offloads": stage.offload is not None,
-            **new_fields(stage),
-        }
 
     data: Data = {
         "microbatches": problem.microbatches,
         "objective": problem.objective,
         "budgets": [_units(device.memory_bytes, unit_bytes) for device in problem.devices],
         "host_budget": _units(problem.host_memory_bytes, moved_bytes),
-        "stages": [stage_data(stage) for stage in problem.stages],
-        "forward_delay": [ticks(time) for time in problem.forward_delay_us],
-        "backward_delay": [ticks(time) for time in problem.backward_delay_us],
-        "channels": _channels(problem) if copies else None,
+        "stages": [
+            {
+                "device": stage.device,
+                "split": stage.split_backward,
+                "options": int(graph.options[s]),
+                "whole": int(graph.whole_option[s]),
+                "times": [[ticks(time) for time in row] for row in times[s].tolist()],
+                "sizes": (sizes[s] // (unit_bytes or 1)).tolist(),
+            }
+            for s, stage in enumerate(problem.stages)
+        ],
+        "channels": _channels(problem) if graph.duties["O"].any() else None,
     }
-    # What problems have had since there are entries without it, where it says anything.
+    for direction, delays_us in graph.delays_us.items():
+        of_classes = delays_us[:, problem.class_units].tolist()
+        data[f"{direction}_delay"] = [[ticks(time) for time in row] for row in of_classes]
     if problem.slice_count > 1:
         data["slices"] = problem.slice_count
     if problem.has_free_order:
         data["free_order"] = True
     if problem.has_factors:
-        # The stages of the classes say all; a stage's own costs, which no unit may have, would only tell equals apart.
-        data["stages"] = [[stage_data(stage) for stage in of_classes] for of_classes in problem.unit_stages]
         data["classes"] = problem.unit_class.tolist()
-        for direction, delays_us in problem.unit_delays_us.items():
-            of_classes = delays_us[:, problem.class_units].tolist()
-            data[f"{direction}_delay"] = [[ticks(time) for time in row] for row in of_classes]
     return Canonical(data, time_us)
 
 
@@ -132,21 +119,9 @@ def _units(budget_bytes: int | None, unit_bytes: int) -> int | None:
     return budget_bytes // unit_bytes if budget_bytes is not None and unit_bytes else None
 
 
-def _sizes_bytes(stage: Stage) -> list[int]:
-    work = stage.workspace_bytes
-    sizes = [stage.activation_bytes, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW]
-    sizes += [mode.offload.bytes for mode in stage.choices if mode.offload]
-    if isinstance(stage, UnitStage):
-        sizes += [stage.gradients_taken_bytes, stage.gradients_freed_bytes]
-    for mode in stage.choices:
-        if mode.recomputes:
-            sizes += [mode.kept_bytes, mode.forward_workspace_bytes, mode.workspace_bytes, mode.segment_bytes or 0]
-    return sizes
-
-
-FORMAT = "cache-2"
+FORMAT = "cache-3"
 """The folder's name, and a part of every digest. A new one forgets all proofs, here and in the service's database:
-needed where a bound turns out to have been wrong."""
+needed where a bound turns out to have been wrong, or the canonical form changes."""
 
 
 def text_digest(text: bytes) -> bytes:
@@ -350,10 +325,15 @@ def _kept(stage: Data) -> list[Kept]:
     """The modes of a stage of a canonical form, in the order of its choices."""
     from solver.adapt import Kept
 
-    whole = stage["sizes"][0] or 1
-    offload = [Kept(1.0, leaves=True)] if stage["offloads"] else []
-    modes = [Kept(mode["sizes"][0] / whole, leaves=mode["copy"] is not None) for mode in stage.get("modes", [])]
-    return [Kept(1.0, leaves=False), *offload, *modes]
+    times, sizes = (
+        [dict(zip(get_args(names), row, strict=True)) for row in stage[part]]
+        for names, part in ((TimeName, "times"), (SizeName, "sizes"))
+    )
+    rows = list(zip(times, sizes, strict=True))
+    return [
+        Kept(size["kept"] / size["activation"] if size["activation"] else 1.0, leaves=time["offload"] is not None)
+        for time, size in rows[:: len(rows) // stage["options"]]
+    ]
 
 
 def _read(path: Path) -> _Entry | None:
