@@ -22,6 +22,7 @@ from optpipe.cli.strategy_options import (
     ShardingChoice,
     SoftwareName,
 )
+from optpipe.units import share_text
 
 if TYPE_CHECKING:
     from solver.layout.fitting import Rank
@@ -91,6 +92,8 @@ def command(
             "memory_bytes": capacity,
             "ranks": [_entry(rank, capacity) for rank in ranks],
             "change": None,
+            "seconds": job.seconds(strategy),
+            "error": job.error(strategy),
             "assumptions": list(job.model.assumptions),
         }
         if change:
@@ -110,7 +113,7 @@ def command(
     if fits:
         console.print(
             f"fits: {fullest.total / GIB:.2f} of {capacity / GIB:.0f} GiB on the fullest rank, predicted step "
-            f"{job.seconds(strategy):.2f} s"
+            f"{job.seconds(strategy):.2f} s ({_error_text(job.error(strategy))})"
         )
         return 0
     over = (fullest.total - capacity) / GIB
@@ -121,6 +124,12 @@ def command(
     else:
         console.print("no single change of it fits. Maybe more GPUs, or a larger --pp with --recompute full.")
     return 1
+
+
+def _error_text(error: float | None) -> str:
+    if error is None:
+        return "a guess: nothing was measured on this machine"
+    return f"half of the published steps are within {share_text(error)}"
 
 
 def _entry(rank: Rank, capacity: int) -> dict[str, Any]:

@@ -166,8 +166,7 @@ def plan_cluster(
         )
         raise InputError([Issue(job.model.name, "no_strategy", detail)])
     ratings.sort(key=_order)
-    measured = job.machine.efficiencies_of(ratings[0].strategy.precision, job.software_name).median_error
-    plan = Plan(job, gpus, fixed, ratings, (), measured or 0.0)
+    plan = Plan(job, gpus, fixed, ratings, (), job.error(ratings[0].strategy) or 0.0)
     on_plan(plan)
     if limits.time_left_s < LEAST_S or plan.best.end != "solved":
         return plan

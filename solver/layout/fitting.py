@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +17,18 @@ from optpipe.cluster.memory import Held, MemoryModel
 from optpipe.cluster.model import Model
 from optpipe.cluster.software import Software
 from optpipe.cluster.strategy import Strategy, require_legal
-from optpipe.errors import InputError
+from optpipe.errors import InfeasibleError, InputError, MethodError, NoSolutionError
 from optpipe.memory import planned_memory
 from optpipe.partition import Batching, build_problem
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
 from solver.limits import Limits
+from solver.solution import Solution
 from solver.solve import solve
+
+SOLVE_S = 30.0
+"""Time limit of a published schedule."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,10 @@ class Job:
         slowdowns = self.slowdowns(strategy)
         return float(self.costs(strategy).step(self.global_batch, slowdowns) @ slowdowns)
 
+    def error(self, strategy: Strategy) -> float | None:
+        """Median error of predictions on the machine; None where nothing was measured on it."""
+        return self.machine.efficiencies_of(strategy.precision, self.software_name).median_error
+
     def held(self, strategy: Strategy) -> list[Held]:
         """Memory of each device of the pipeline by the closed form of its schedule."""
         m = strategy.microbatches(self.global_batch)
@@ -102,16 +112,14 @@ class Job:
         most = max(held.total for held in self.held(strategy)) * self.software.reserved
         return most + self.software.context_bytes <= self.machine.facts.memory_bytes
 
-    def problem(self, strategy: Strategy) -> Problem:
-        """The scheduling problem of a strategy, without budgets."""
+    def problem(self, strategy: Strategy, *, budgets: bool) -> Problem | None:
+        """The scheduling problem of a strategy; None if with budgets the states alone have no room."""
         efficiencies = self.machine.efficiencies_of(strategy.precision, self.software_name)
-        layers = strategy_layers(
-            self.model, self.machine, strategy, self.sequence, self.software, efficiencies
-        ).model_copy(update={"memory_bytes": None})
+        layers = strategy_layers(self.model, self.machine, strategy, self.sequence, self.software, efficiencies)
+        if not budgets:
+            layers = layers.model_copy(update={"memory_bytes": None})
         batching = Batching(strategy.microbatch_size, strategy.microbatches(self.global_batch))
-        problem = build_problem(layers, strategy_partition(self.model, strategy), batching)
-        assert problem is not None, "only budgets can be too small"
-        return problem
+        return build_problem(layers, strategy_partition(self.model, strategy), batching)
 
 
 def ranks_of(job: Job, strategy: Strategy, schedule: str | Path) -> list[Rank]:
@@ -119,15 +127,13 @@ def ranks_of(job: Job, strategy: Strategy, schedule: str | Path) -> list[Rank]:
 
     Raises InputError and MethodError where the schedule is for another pipeline.
     """
-    problem = job.problem(strategy)
     if isinstance(schedule, Path):
-        from optpipe.simulate import simulate
-        from solver.solution import Solution
-
+        problem = job.problem(strategy, budgets=False)
+        assert problem is not None, "only budgets can be too small"
         orders = Schedule.load(schedule).orders_in(problem)
         found = Solution(orders, simulate(problem, orders).value_us, 0.0, "given").to_schedule(problem, 0.0)
     else:
-        found = solve(problem, schedule, Limits(time_limit_s=30))
+        found = _published(job, strategy, schedule)
     software = job.software
     ranks = []
     for device, held in enumerate(job.held(strategy)):
@@ -146,6 +152,18 @@ def ranks_of(job: Job, strategy: Strategy, schedule: str | Path) -> list[Rank]:
             )
         )
     return ranks
+
+
+def _published(job: Job, strategy: Strategy, method: str) -> Schedule:
+    """A published schedule within the memory that is left, if it keeps that: some take what there is. Else without."""
+    limits = Limits(time_limit_s=SOLVE_S)
+    problem = job.problem(strategy, budgets=True)
+    if problem is not None:
+        with suppress(MethodError, InfeasibleError, NoSolutionError):
+            return solve(problem, method, limits)
+    problem = job.problem(strategy, budgets=False)
+    assert problem is not None, "only budgets can be too small"
+    return solve(problem, method, limits)
 
 
 def _peak(schedule: Schedule, device: int) -> tuple[int, str]:
@@ -171,9 +189,8 @@ def cheapest_change(job: Job, strategy: Strategy) -> tuple[str, Strategy] | None
 
 def _changes(one: Strategy) -> Iterator[tuple[str, Strategy]]:
     """All strategies that differ from this one in one choice, with as many GPUs."""
-    for recompute in ("selective", "full"):
-        if recompute != one.recompute:
-            yield f"--recompute {recompute}", replace(one, recompute=recompute)
+    if one.recompute != "full":
+        yield "--recompute full", replace(one, recompute="full")
     for sharding in ("optimizer", "fsdp"):
         if sharding != one.sharding and not (sharding == "fsdp" and one.pipeline > 1):
             yield f"--sharding {sharding}", replace(one, sharding=sharding)
