@@ -90,6 +90,16 @@ def test_methods_side_by_side_with_a_plot(cli: Cli, tmp_path: Path) -> None:
     assert "best value over time" in picture.read_text()
 
 
+def test_counted_work_without_parts(cli: Cli, tmp_path: Path) -> None:
+    options = ("--deterministic-limit", "0.1", "--without", "1f1b,chain", "--json")
+    run = cli("bench", suite_of(tmp_path, {}), *options)
+    assert (run.document["deterministic_limit"], run.document["without"]) == (0.1, ["1f1b", "chain"])
+    assert run.document["time_limit_s"] is None
+    [result] = run.document["results"]
+    assert {result["found_by"], result["proved_by"]}.isdisjoint({"1f1b", "chain"})
+    assert result["status"] == "optimal"
+
+
 def test_no_schedule_is_no_picture(cli: Cli, tmp_path: Path) -> None:
     picture = tmp_path / "curves.svg"
     run = cli("bench", suite_of(tmp_path, {}), "--methods", "gpipe", "--plot", picture)
@@ -122,6 +132,9 @@ def test_wrong_use(cli: Cli, tmp_path: Path) -> None:
         ((suite, "--plot", tmp_path / "p.bmp"), ".bmp"),
         ((suite, "--plot", tmp_path / "no" / "p.png"), "is not a folder"),
         ((suite, "--force"), "--force is given without --record"),
+        ((suite, "--without", "serch"), "--without names 'serch'; there are search,"),
+        ((suite, "--without", "states", "--record"), "--without is given with --record"),
+        ((suite, "--deterministic-limit", "1", "--workers", "2"), "counts the work of one thread"),
         ((suite, "--time-limit", "0"), "'--time-limit'"),
     ):
         run = cli("bench", *arguments)
