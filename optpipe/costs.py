@@ -23,16 +23,6 @@ class Effect(NamedTuple):
     at_start: int
     at_end: int
 
-    @property
-    def releases(self) -> bool:
-        """True if the op frees memory at its end."""
-        return self.at_end < 0
-
-    @property
-    def acquires(self) -> bool:
-        """True if memory can rise while the op runs or at its end."""
-        return self.at_start > 0 or self.at_start + self.at_end > 0
-
 
 def implied_mode(stage: Stage, kind: str) -> Mode:
     """The mode of a microbatch whose op this is where no mode is named: a copy is of one offloaded whole."""
@@ -77,16 +67,6 @@ def sizes_bytes(stage: Stage, mode: Mode) -> dict[SizeName, int]:
     }
 
 
-def duration_us(stage: Stage, kind: str, mode: Mode | None = None) -> float:
-    """Duration of an op of `kind` for a microbatch in `mode` (default: `implied_mode`); NaN if it has no such op."""
-    return float(KIND[kind].duration(times_us(stage, mode or implied_mode(stage, kind))))
-
-
 def device_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
     """Effect on its device's memory of an op of `kind` for a microbatch in `mode` (default: `implied_mode`)."""
     return Effect(*KIND[kind].device_change(sizes_bytes(stage, mode or implied_mode(stage, kind))))
-
-
-def host_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
-    """Effect of an op on host memory: the buffer is held from the start of O to the end of R."""
-    return Effect(*KIND[kind].host_change(sizes_bytes(stage, mode or implied_mode(stage, kind))))

@@ -167,6 +167,8 @@ STREAM_OF_KIND = tuple(STREAMS.index(row.stream) for row in ROWS)
 """Index into STREAMS of the stream of each kind."""
 
 DUTIES = tuple(row.name for row in ROWS if not row.covers)
+"""All duties: each is a kind of its own."""
+
 OPTIONAL = ("O", "R", "C")
 """Duties of units in some activation modes alone."""
 

@@ -40,6 +40,7 @@ from optpipe.kinds import (
 from optpipe.memory import Curve, memory_curve
 from optpipe.ops import Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
+from optpipe.stage import KEPT
 from optpipe.task_graph import lower
 
 Floats = NDArray[np.float64]
@@ -296,7 +297,8 @@ class _Network:
         mode, undone = self._mode_name(s, i, options), {duty for duty in DUTIES if (nodes[[*DOERS[duty]]] < 0).all()}
         first, *others = [f"{kind}{s}.{i}" for kind in covering(duty) if {*KIND[kind].duties} <= undone]
         or_others = f" (or {' or '.join(others)})" if others else ""
-        return OrderError(f"{first}{or_others} is missing: its mode is {mode!r}")
+        of_mode = "" if mode == KEPT else f": its mode is {mode!r}"
+        return OrderError(f"{first}{or_others} is missing{of_mode}")
 
     def _check_unit_order(self, microbatch_order: Sequence[int] | None) -> None:
         """Reject units out of order within one sequence of a stage: of the kinds with one leading duty."""

@@ -212,7 +212,7 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
     """
     if orders.modes is None:
         return orders
-    modes, sizes = orders.modes.copy(), _sizes_bytes(problem)
+    modes = orders.modes.copy()
     graph, devices = lower(problem), []
     for device, entry in zip(orders.devices, problem.devices, strict=True):
         if device.offload or entry.memory_bytes is None:
@@ -227,7 +227,10 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
         recomputations = np.flatnonzero(np.isin(ops.kind, codes(RECOMPUTATIONS)))
         again = ops[recomputations]
         unit_class, mode = problem.unit_class[again.microbatch], modes[again.stage, again.microbatch]
-        more, workspace, segment = sizes[:, again.stage, unit_class, mode]
+        more, workspace, segment = (
+            graph.sizes_bytes[name][again.stage, mode, unit_class]
+            for name in ("recomputed", "forward_workspace", "segment")
+        )
         inside = np.where(again.kind == _C, 0, np.maximum(more - segment, 0))
         at = first[again.stage, again.microbatch]
         kept = _kept(recomputations, at, more, inside, workspace, after - changes[:, 1], after, entry.memory_bytes)
@@ -318,18 +321,6 @@ def _with_modes(orders: Orders, units: Bools, targets: Ints) -> Orders:
     devices = [DeviceOrders(*map(left, device.streams())) for device in orders.devices]
     channels = [channel for channel in map(left, orders.channels) if len(channel)]
     return Orders(devices, WaitArray(op[both], before[both]), channels, modes, orders.microbatch_order)
-
-
-def _sizes_bytes(problem: Problem) -> Ints:
-    """Recomputed bytes, workspace of F and segment bytes of the modes, of shape (3, stages, unit classes, modes)."""
-    most = max(len(stage.choices) for stage in problem.stages)
-    sizes = np.zeros((3, len(problem.stages), len(problem.class_units), most), np.int64)
-    for s, of_classes in enumerate(problem.unit_stages):
-        for number, stage in enumerate(of_classes):
-            for choice, mode in enumerate(stage.choices):
-                wanted = mode.recomputed_bytes, mode.forward_workspace_bytes, mode.segment_bytes or 0
-                sizes[:, s, number, choice] = wanted
-    return sizes
 
 
 @njit(cache=True)

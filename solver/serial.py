@@ -24,6 +24,7 @@ from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.stage import Stage
 from solver.build import orders_from_times, peak_budgets
+from solver.variants import Variant, op_lists
 
 
 def serial_orders(problem: Problem) -> Orders | None:
@@ -76,19 +77,13 @@ def ways(stage: Stage) -> list[Way]:
     """Every mode of a stage in every form, the backward split or fused where it may be."""
     found = []
     for number, mode in enumerate(stage.choices):
-        backwards = [("B", "W"), ("BW",)] if stage.split_backward else [("BW",)]
-        if mode.recomputes:
-            inside = [(f"C{backward[0]}", *backward[1:]) for backward in backwards if mode.segment_bytes is not None]
-            backwards = [*(("C", *backward) for backward in backwards), *inside]
-        forward = ("F", "O") if mode.offload else ("F",)
-        for kinds in backwards:
-            backward = ("R", *kinds) if mode.offload else kinds
-            effects = [device_effect(stage, kind, mode) for kind in (*forward, *backward)]
-            changes = [change for effect in effects for change in effect]
-            left = sum(changes[: 2 * len(forward)])
-            levels = list(accumulate(changes))
-            before_weight = levels[:-2] if "W" in backward else levels
-            found.append(Way(number, forward, backward, left, max(levels), max(before_weight)))
+        forms = [False] if mode.segment_bytes is None else [False, True]
+        for kinds in (kinds for inside in forms for kinds in op_lists(stage, Variant(number, mode, inside))):
+            rests = 2 if mode.offload else 1  # after O, or F
+            changes = [change for kind in kinds for change in device_effect(stage, kind, mode)]
+            left, levels = sum(changes[: 2 * rests]), list(accumulate(changes))
+            before_weight = levels[:-2] if "W" in kinds else levels
+            found.append(Way(number, kinds[:rests], kinds[rests:], left, max(levels), max(before_weight)))
     return found
 
 

@@ -23,7 +23,7 @@ Records = NDArray[Any]
 
 F, B, W, BW, O, R = (cast(int, np.int64(code)) for code in range(6))  # noqa: E741 (the field's names for ops)
 """Kinds of ops as numpy's integers, since numba compiles a function once more for each plain number it is called with.
-In the order of `optpipe.ops.KINDS`."""
+In the order of `optpipe.kinds.KINDS`."""
 
 NONE = -1
 """In place of a kind, a stage or an op."""

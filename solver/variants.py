@@ -69,13 +69,13 @@ def _alone_bytes(stage: Stage, variant: Variant) -> int:
     return min(max(accumulate(change for effect in of_ops for change in effect)) for of_ops in effects)
 
 
-def op_lists(stage: Stage, variant: Variant) -> Sequence[Sequence[str]]:
+def op_lists(stage: Stage, variant: Variant) -> Sequence[tuple[str, ...]]:
     """Kinds of the ops of a microbatch in a variant, in order: with a split backward where the stage has one, fused."""
     copies = (["O"], ["R"]) if variant.mode.offload else ([], [])
     again, inside = (["C"] if variant.ahead else []), (("C",) if variant.inside else ())
     split, fused = [kind_of("B", *inside), "W"], [kind_of("B", "W", *inside)]
     before = ["F", *copies[0], *copies[1], *again]
-    return [[*before, *backward] for backward in ([split, fused] if stage.split_backward else [fused])]
+    return [(*before, *backward) for backward in ([split, fused] if stage.split_backward else [fused])]
 
 
 def unit_variants(problem: Problem, stage: int, unit: int) -> Sequence[Variant]:

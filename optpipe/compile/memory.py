@@ -10,7 +10,7 @@ import numpy as np
 
 from optpipe.assignment import MemorySteps
 from optpipe.compile.program import COLLECTIVES, RECEIVES, SENDS, Action, Program
-from optpipe.costs import Effect, device_effect, host_effect
+from optpipe.costs import Effect, device_effect, implied_mode, sizes_bytes
 from optpipe.errors import BudgetError
 from optpipe.kinds import BACKWARDS, COPIES, KINDS, LAST_BACKWARDS
 from optpipe.problem import Problem
@@ -174,7 +174,7 @@ def action_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
 
 def host_bytes(stage: Stage, mode: Mode | None = None) -> int:
     """Host memory of what an offload of a microbatch in `mode` (as `unit_stage`) moves."""
-    return host_effect(stage, "O", mode).at_start
+    return sizes_bytes(stage, mode or implied_mode(stage, "O"))["copied"]
 
 
 def _levels(
