@@ -95,8 +95,8 @@ def command(
         if record and given is not None:
             detail = "is given with --record, which keeps runs of all of auto by the clock. Maybe leave one out."
             raise InputError([Issue(option, "not_recorded", detail)])
-    if deterministic_limit is not None and (time_limit is not None or (workers or 1) > 1):
-        detail = "counts the work of one thread, without the clock. Maybe leave out --time-limit and --workers."
+    if deterministic_limit is not None and (time_limit or seconds_ratio or (workers or 1) > 1):
+        detail = "counts the work of one thread, without a clock. Maybe leave out other limits and --workers."
         raise InputError([Issue("--deterministic-limit", "not_deterministic", detail)])
     left_out = components_named(names_in(without), "--without") if without is not None else frozenset()
     path = _suite_path(suite)

@@ -68,7 +68,8 @@ def judge(case: Case, measured: MeasuredRun, limits: Limits, seconds_ratio: floa
             f"took {figures.seconds:.2f} s, more than {seconds_ratio:g} times the recorded {recorded.seconds:.2f} s. "
             "Maybe the machine is slower or busy."
         )
-    slow = recorded.proved and _takes_longer(recorded, figures, SLOW_RATIO)
+    timed = limits.deterministic_limit is None  # else the seconds are units of work
+    slow = timed and recorded.proved and _takes_longer(recorded, figures, SLOW_RATIO)
     findings = (*contradictions, *worse, *public)
     change: Change = "better" if better(recorded, figures) else "same"
     return SuiteVerdict("regression" if findings else change, findings, bool(contradictions), slow)
