@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from optpipe.cluster.memory import GIB
 from optpipe.cluster.strategy import Strategy
 from solver.layout.fitting import Job
 
-MOST_CONTEXT = 16
+CONTEXTS = (1, 2, 4, 8, 16)
 MOST_VIRTUAL = 16
 MICROBATCH_SIZES = (1, 2, 4, 8)
 UNEVEN = 1.15
@@ -42,7 +43,7 @@ FIELDS: Mapping[str, str] = {
     "schedule": "schedule",
 }
 """Fields of a strategy by the names of options."""
-Fixed = Mapping[str, Collection[object]]
+Fixed = Mapping[str, Collection[Any]]
 """Allowed values of options that a user fixed."""
 
 
@@ -57,7 +58,7 @@ class Rated:
     memory_bytes: float = 0.0
     reason: str = ""
     work: Work | None = field(default=None, compare=False, repr=False)
-    """Seconds by kind of work, `BUBBLE` and `RECOMPUTED` apart; None where it was not rated."""
+    """Seconds of a step by kind of work, in the order of FEATURES; None where it was not rated."""
 
     @property
     def axes(self) -> int:
@@ -82,44 +83,38 @@ def families(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:
     """Legal strategies of a job with one stage on each device of the pipeline and no recomputation."""
     heads = min(layer.attention.heads for layer in job.model.layers)
     experts = max(layer.feed_forward.experts for layer in job.model.layers)
-    node = job.machine.facts.gpus_per_node
-    precision = next(iter(fixed.get("precision", ("bf16",))))
-    for tensor in _divisors(heads, node, fixed.get("tp")):
-        for context in _powers(MOST_CONTEXT, fixed.get("cp")):
-            for pipeline in _divisors(gpus, len(job.model.layers) + 2, fixed.get("pp")):
-                shared = tensor * context * pipeline
-                if gpus % shared:
-                    continue
-                data = gpus // shared
-                for expert in _divisors(experts, data * tensor * context, fixed.get("ep")) if experts else (1,):
-                    for size in fixed.get("microbatch_size", MICROBATCH_SIZES):
-                        for sharding in fixed.get(
-                            "sharding", ("optimizer", "fsdp") if pipeline == 1 else ("optimizer",)
-                        ):
-                            for expert_tensor in fixed.get("etp", (1,)):
-                                strategy = Strategy(
-                                    tensor=tensor,
-                                    context=context,
-                                    expert=expert,
-                                    expert_tensor=expert_tensor,  # type: ignore[arg-type]
-                                    pipeline=pipeline,
-                                    data=data,
-                                    microbatch_size=size,  # type: ignore[arg-type]
-                                    sharding=sharding,  # type: ignore[arg-type]
-                                    precision=precision,  # type: ignore[arg-type]
-                                )
-                                if data in fixed.get("dp", (data,)) and job.is_legal(strategy):
-                                    yield strategy
+    pipelines = _divisors(gpus, len(job.model.layers) + 2, fixed.get("pp"))
+    tensors = _divisors(heads, job.machine.facts.gpus_per_node, fixed.get("tp"))
+    contexts = fixed.get("cp", CONTEXTS)
+    for tensor, context, pipeline in product(tensors, contexts, pipelines):
+        data, left = divmod(gpus, tensor * context * pipeline)
+        if left or data not in fixed.get("dp", (data,)):
+            continue
+        choices = product(
+            _divisors(experts, gpus // pipeline, fixed.get("ep")) if experts else (1,),
+            fixed.get("etp", (1,)),
+            fixed.get("microbatch_size", MICROBATCH_SIZES),
+            fixed.get("precision", ("bf16",)),
+            fixed.get("sharding", ("optimizer", "fsdp") if pipeline == 1 else ("optimizer",)),
+        )
+        for expert, expert_tensor, size, precision, sharding in choices:
+            strategy = Strategy(
+                tensor=tensor,
+                context=context,
+                expert=expert,
+                expert_tensor=expert_tensor,
+                pipeline=pipeline,
+                data=data,
+                microbatch_size=size,
+                precision=precision,
+                sharding=sharding,
+            )
+            if job.is_legal(strategy):
+                yield strategy
 
 
-def _divisors(number: int, most: int, allowed: Collection[object] | None) -> list[int]:
+def _divisors(number: int, most: int, allowed: Collection[Any] | None) -> list[int]:
     return [k for k in range(1, min(number, most) + 1) if number % k == 0 and (allowed is None or k in allowed)]
-
-
-def _powers(most: int, allowed: Collection[object] | None) -> list[int]:
-    if allowed is not None:
-        return [int(value) for value in allowed]  # type: ignore[call-overload]
-    return [2**k for k in range(most.bit_length())]
 
 
 def variants(job: Job, family: Strategy, fixed: Fixed) -> Iterator[Strategy]:
@@ -127,7 +122,6 @@ def variants(job: Job, family: Strategy, fixed: Fixed) -> Iterator[Strategy]:
     layers, p = len(job.model.layers), family.pipeline
     m = family.microbatches(job.global_batch)
     for virtual in fixed.get("vpp", range(1, MOST_VIRTUAL + 1) if p > 1 else (1,)):
-        assert isinstance(virtual, int)
         if virtual > 1 and "vpp" not in fixed:
             most = -(-layers // (p * virtual)) * virtual
             if p * virtual > layers or most > UNEVEN * layers / p or m < p:
@@ -135,8 +129,7 @@ def variants(job: Job, family: Strategy, fixed: Fixed) -> Iterator[Strategy]:
         if p * virtual > layers + 2:
             continue
         schedule = "1f1b" if virtual == 1 else "interleaved-1f1b"
-        names = [str(name) for name in fixed.get("schedule", (schedule,))]
-        for name in names:
+        for name in fixed.get("schedule", (schedule,)):
             yield replace(family, virtual=virtual, schedule=name)
 
 

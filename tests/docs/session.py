@@ -52,7 +52,8 @@ def run_page(blocks: Sequence[Block], folder: Path, port: int, commands: Path) -
     `optpipe serve` runs on `port` in the background, until the page ends. What lies in the folder of `commands` takes
     the place of others of the same name.
     """
-    shutil.copytree(ROOT / "examples", folder / "examples")
+    for name in ("examples", "benchmarks/published"):
+        shutil.copytree(ROOT / name, folder / name)
     script = SERVE.sub(lambda serve: IN_BACKGROUND.format(command=serve[0], port=port), "".join(_lines(blocks)))
     with TemporaryDirectory() as data:  # PostgreSQL needs a short path, which another user than root may enter
         Path(data).chmod(0o755)

@@ -29,7 +29,7 @@ def test_sources_are_kernels_and_the_constants_and_tables_that_they_use() -> Non
         "solver.search.annealing.kernel",
         "solver.search.annealing.sequence",
         "solver.search.modulo.pattern",
-        "optpipe.ops",
+        "optpipe.kinds",
     } <= sources
     assert not {"solver.solve", "solver.kernels", "optpipe.verify"} & sources
 

@@ -218,7 +218,7 @@ def test_a_backward_that_recomputes_what_is_kept_is_no_schedule() -> None:
     problem = recomputing(1, 1)
     data = build_schedule(problem, recomputing_orders(problem, lambda s, i: "CBW"), 0.0, "by hand", 0.0).to_data()
     del data["devices"][0]["compute"][0]["mode"]
-    with pytest.raises(OrderError, match="no modes"):
+    with pytest.raises(OrderError, match="lack their modes"):
         torch_csv(Schedule.from_data(data))
 
 
