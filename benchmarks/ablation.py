@@ -1,4 +1,4 @@
-"""What each part of `auto` is worth: every one left out in turn, at equal counted work.
+"""Worth of each part of `auto`: every one left out in turn, at equal counted work.
 
 `python -m benchmarks.ablation ablation --size full` measures the table. Work is counted, not timed, so a run is the
 same on any machine; the work of a search that is left out goes to the others of its recipe. A part is left out where it
@@ -122,7 +122,7 @@ def _length(node: ast.AST) -> int:
 
 @dataclass
 class Loss:
-    """What is lost without a part: by row of the sample the sum of gaps, and the proofs."""
+    """Losses without a part: by row of the sample the sum of gaps, and the proofs."""
 
     rows: int = 0
     gap: float = 0.0

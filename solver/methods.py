@@ -27,7 +27,7 @@ from solver.scale import refuse_beyond_milp, refuse_too_many_costs
 from solver.searches import SEARCHES, Search
 
 Feature = Literal["backwards in one piece", "costs of units", "slices", "free order"]
-"""What a problem may have that not every method is made for; `refuse_unsupported` tells which problem has it."""
+"""Features of problems that not every method is made for; `refuse_unsupported` tells which problem has it."""
 
 UNEQUAL: frozenset[Feature] = frozenset({"costs of units", "free order"})
 WHOLE_BACKWARDS: frozenset[Feature] = UNEQUAL | {"backwards in one piece"}

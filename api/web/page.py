@@ -87,7 +87,7 @@ _KEPT = {"Cache-Control": "public, max-age=31536000, immutable", "X-Content-Type
 
 
 def _kinds() -> list[dict[str, Any]]:
-    """What the page has to know of each kind of op (`kinds.js`)."""
+    """Facts of each kind of op that the page needs (`kinds.js`)."""
     return [
         {
             "name": row.name,

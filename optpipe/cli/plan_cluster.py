@@ -35,7 +35,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """What a user asks."""
+    """Question of a user."""
 
     model: str
     gpus: int

@@ -22,7 +22,7 @@ from optpipe.cluster.strategy import Strategy, layers_on_devices
 
 GIB = 2**30
 OPTIMIZER_BYTES = 12
-"""Of a parameter: a master weight and two moments of Adam, in 32 bits."""
+"""Bytes of a parameter: a master weight and two moments of Adam, in 32 bits."""
 
 
 @dataclass(frozen=True)

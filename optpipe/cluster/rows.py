@@ -33,10 +33,10 @@ NOTED: Mapping[str, re.Pattern[str]] = {
 }
 """Fields of a configuration in the notes of a row, or of its model."""
 ASSUMED_VOCABULARY = 50_304
-"""That of GPT-2, padded, where nobody says."""
+"""Vocabulary of GPT-2, padded, where nobody says."""
 ASSUMED_HEAD_WIDTH = 128
 VARIANT = re.compile(r"\b(?:kernels|container|method) ([^;]+)")
-"""What in the notes of a row tells apart the software of one group."""
+"""Words in the notes of a row that tell apart the software of one group."""
 WITHOUT_PREDICTION = re.compile(r"\b(w/o|without|no) MTP\b")
 SPREAD: Mapping[str, Vocabulary] = {
     "vocab-1": "spread",

@@ -20,7 +20,7 @@ from optpipe.errors import InputError, Issue
 Sharding = Literal["none", "optimizer", "fsdp"]
 """Which of a replica's states are divided among replicas: nothing, the optimizer's, or all with weights gathered."""
 Recompute = Literal["none", "selective", "full"]
-"""What a layer computes again in B: nothing, the core of attention, or all of it."""
+"""Parts of a layer that are computed again in B: none, the core of attention, or all."""
 Precision = Literal["bf16", "fp8", "fp4"]
 """Type of the operands of matrix products; attention, head and router are computed in 16 bits."""
 
@@ -73,7 +73,7 @@ class Strategy:
 
     @property
     def share_of_layer(self) -> tuple[object, ...]:
-        """What decides the work of a layer on one GPU."""
+        """Choices that decide the work of a layer on one GPU."""
         degrees = self.tensor, self.context, self.expert, self.expert_tensor, self.microbatch_size
         return *degrees, self.precision, self.recompute, self.sequence_parallel
 

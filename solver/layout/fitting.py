@@ -42,7 +42,7 @@ class Rank:
     activations: float
     """Activations, logits and what ops hold for a moment, at their peak under the schedule."""
     fragments: float
-    """Reserved by the allocator beside what is allocated."""
+    """Reserved by the allocator, but not allocated."""
     context: float
     op_at_peak: str
 

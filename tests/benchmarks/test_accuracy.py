@@ -24,14 +24,14 @@ def steps() -> list[Row]:
 
 def test_every_step_has_its_prediction(steps: list[Row]) -> None:
     table = TEXT.split("## Every step")[1]
-    told = {
+    printed = {
         cells[0]: (cells[1], float(cells[3]), float(cells[4]))
         for line in table.splitlines()
         if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 7 and re.match(r"[\d.]+$", cells[3])
     }
-    assert len(told) > 1000
+    assert len(printed) > 1000
     by_name = {row.name: row for row in steps}
-    for name, (machine, predicted, measured) in told.items():
+    for name, (machine, predicted, measured) in printed.items():
         row = by_name[name]
         assert row.machine == machine
         assert row.seconds == pytest.approx(measured, abs=0.006)

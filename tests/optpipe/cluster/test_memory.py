@@ -39,10 +39,10 @@ def test_layouts_that_ran_and_that_did_not(steps: list[Row]) -> None:
     """Aleph Alpha's sheets: 592 layouts on A100."""
     machine = named_machines()["a100-80"]
     ended = read_rows(PUBLISHED / "out_of_memory.csv", PUBLISHED / "models.json")[0]
-    told = [memory_of(machine, row).fits for row in steps if row.software.startswith("aleph") and row.seconds]
+    fitting = [memory_of(machine, row).fits for row in steps if row.software.startswith("aleph") and row.seconds]
     refused = [not memory_of(machine, row).fits for row in ended if row.software.startswith("aleph")]
-    assert (len(told), len(refused)) == (216, 376)
-    assert (sum(told) + sum(refused)) / 592 > 0.95
+    assert (len(fitting), len(refused)) == (216, 376)
+    assert (sum(fitting) + sum(refused)) / 592 > 0.95
 
 
 def test_states_are_divided_by_what_shards_them() -> None:
