@@ -49,7 +49,6 @@ solver/exact/state_bound.py
 solver/exact/states.py
 solver/kernels.py
 solver/layout/cuts.py
-solver/layout/fitting.py
 solver/limits.py
 solver/process/parent.py
 solver/process/start.py
