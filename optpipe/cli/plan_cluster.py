@@ -97,10 +97,15 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
 def _values(name: str, text: str) -> list[object]:
     """Values of an option such as ``2,4,8``. Raises InputError."""
     parts = [part.strip() for part in text.split(",")]
-    if name in CHOICES or name == "schedule":
+    choices = CHOICES.get(name)
+    if name == "schedule":
+        from solver.layout.strategies import CLOSED_FORMS
+
+        choices = tuple(CLOSED_FORMS)
+    if choices is not None:
         for part in parts:
-            if name in CHOICES and part not in CHOICES[name]:
-                detail = f"has {shown(part)} but must be of {', '.join(CHOICES[name])}."
+            if part not in choices:
+                detail = f"has {shown(part)} but must be of {', '.join(choices)}."
                 raise InputError([Issue(f"--{name}", "unknown", detail)])
         return list(parts)
     option = "--" + name.replace("_", "-")

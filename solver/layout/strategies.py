@@ -7,7 +7,7 @@ adds to the pipeline: a family whose bound is above the best value is beaten wit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
@@ -25,6 +25,16 @@ MOST_VIRTUAL = 16
 MICROBATCH_SIZES = (1, 2, 4, 8)
 UNEVEN = 1.15
 """Largest number of layers on a device over the mean for which more stages are tried."""
+
+CLOSED_FORMS: Mapping[str, Sequence[int]] = {
+    "1f1b": (1,),
+    "zb-h1": (1,),
+    "interleaved-1f1b": range(2, 1000),
+    "zb-v": (2,),
+    "v-half": (2,),
+    "v-min": (2,),
+}
+"""Published schedules that are rated without being simulated, with the numbers of stages on a device that they take."""
 
 End = Literal["solved", "beaten", "does_not_fit"]
 AXES = ("tp", "cp", "ep", "etp", "dp", "pp", "vpp", "microbatch_size")
@@ -130,6 +140,8 @@ def variants(job: Job, family: Strategy, fixed: Fixed) -> Iterator[Strategy]:
             continue
         schedule = "1f1b" if virtual == 1 else "interleaved-1f1b"
         for name in fixed.get("schedule", (schedule,)):
+            if virtual not in CLOSED_FORMS[name]:
+                continue
             yield replace(family, virtual=virtual, schedule=name)
 
 

@@ -61,7 +61,7 @@ def _is_command(name: str) -> bool:
 
 
 def _commands(text: str) -> Sequence[Block]:
-    """What of a page is run, wherever it stands there."""
+    """Parts of a page that are run, wherever they stand there."""
     return [
         replace(block, line=0)
         for block in blocks_in(text)
@@ -70,7 +70,7 @@ def _commands(text: str) -> Sequence[Block]:
 
 
 def _base() -> str | None:
-    """What stood before the last day's commits; None where git does not know."""
+    """Text before the last day's commits; None where git does not know."""
     try:
         head_s = int(_git("log", "-1", "--format=%ct"))
         return _git("rev-list", "-1", f"--before={head_s - LANDING_S}", "HEAD").strip() or None

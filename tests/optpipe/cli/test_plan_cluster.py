@@ -42,6 +42,10 @@ def test_nothing_fits(cli: Cli) -> None:
     [
         (("--tp", "two"), "--tp is 'two' but must be numbers. Maybe 2,4,8."),
         (("--sharding", "zero"), "--sharding has 'zero' but must be of none, optimizer, fsdp."),
+        (
+            ("--schedule", "foo"),
+            "--schedule has 'foo' but must be of 1f1b, zb-h1, interleaved-1f1b, zb-v, v-half, v-min.",
+        ),
         (("--devices", 4), "--devices has no meaning with --gpus"),
         (("--why", "tp"), "--why has 'tp' but names are tp, cp"),
     ],

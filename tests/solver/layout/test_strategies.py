@@ -71,6 +71,15 @@ def test_what_is_lost_adds_up(name: str) -> None:
         assert useful_s == pytest.approx(rater.useful_s(rating.strategy), rel=1e-6)
 
 
+def test_a_schedule_has_as_many_stages_as_it_takes() -> None:
+    one, gpus = job("llama-3.1-8b")
+    fixed: Mapping[str, Collection[object]] = {"schedule": ["1f1b", "zb-v"], "pp": [4]}
+    found = {
+        (rating.strategy.schedule, rating.strategy.virtual) for group in rate_all(one, gpus, fixed) for rating in group
+    }
+    assert found == {("1f1b", 1), ("zb-v", 2)}
+
+
 @pytest.mark.parametrize(
     "fixed", [{"tp": [8]}, {"pp": [4], "vpp": [1, 5]}, {"dp": [2]}, {"microbatch_size": [2], "sharding": ["fsdp"]}]
 )
