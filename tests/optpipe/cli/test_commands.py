@@ -220,14 +220,18 @@ def test_compare_shows_values_and_reasons(cli: Cli, problem_file: Path, tmp_path
     assert "2 too few" in rows["gpipe"]["why_not"]
 
 
-def test_compare_shows_what_uniform_choices_of_modes_give(cli: Cli, tmp_path: Path) -> None:
+def test_compare_shows_what_uniform_choices_of_modes_give(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the published schedules, which need no time limit: the values are the same on any machine."""
+    published = {name: method for name, method in METHODS.items() if method.kind == "published"}
+    monkeypatch.setattr("solver.methods.METHODS", published)
     problem = tmp_path / "modes.json"
     problem.write_text(recomputing(2, 3, [FULL], 15, offload=COPY).to_json())
-    rows = {row["method"]: row for row in cli("compare", problem, "--time-limit", "1", "--json").document}
+    rows = {row["method"]: row for row in cli("compare", problem, "--json").document}
     uniform = ("all kept", "all recomputed", "all offloaded", "one choice a stage")
-    values_us = [rows[name]["value_us"] for name in uniform]
-    assert values_us[-1] == min(values_us)
-    assert rows["cp-sat"]["value_us"] <= values_us[-1]
+    assert [rows[name]["value_us"] for name in uniform] == [13, 13, 13, 12]
+    assert "why_not" in rows["gpipe"]
 
 
 def test_compare_without_a_schedule_shows_why_and_draws_nothing(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
