@@ -121,24 +121,24 @@ def test_a_deterministic_limit_gives_the_same_bytes(
     schedules, told = [], []
     for run in range(2):
         out = tmp_path / "schedule.json"
-        found = cli("solve", path, "-o", out, "--deterministic-limit", "0.1", "--json", "--method", *options)
+        found = cli("solve", path, "-o", out, "--deterministic-limit", "0.05", "--json", "--method", *options)
         assert found.code == 0
         schedules.append(out.read_bytes())
         told.append(found.out)
         if run == 0:
-            assert cli("solve", path, "--time-limit", "1", "--method", *options).code == 0
+            assert cli("solve", path, "--time-limit", "0.5", "--method", *options).code == 0
     assert schedules[0] == schedules[1]
     assert told[0] == told[1]
     schedule = Schedule.load(out)
     assert verify(schedule).ok
-    assert schedule.solve_seconds == 0.1
+    assert schedule.solve_seconds == 0.05
 
 
 def test_a_deterministic_limit_ends_the_search_and_says_so(cli: Cli) -> None:
-    options = ("--deterministic-limit", "0.2", "--method", "search")
+    options = ("--deterministic-limit", "0.02", "--method", "search")
     problem = INSTANCES / "a-p8-m16-c0.1-b1o2-linear-make.json"
     assert cli("solve", problem, *options, "--json").document["limit"] == "work"
-    assert "at most 0.2 units of work" in cli("solve", problem, *options).out
+    assert "at most 0.02 units of work" in cli("solve", problem, *options).out
 
 
 def test_a_deterministic_limit_stands_alone(cli: Cli, problem_file: Path) -> None:

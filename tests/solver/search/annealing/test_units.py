@@ -16,6 +16,7 @@ from optpipe.simulate import simulate
 from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.build import build_schedule
 from solver.limits import Limits
+from solver.scale import refuse_too_many_costs
 from solver.search.annealing.search import BEST, anneal, build_state, local_search
 from solver.search.annealing.sequence import build_table, merge, orders_from_sequences
 from solver.serial import serial_orders
@@ -172,11 +173,19 @@ def test_equal_microbatches_keep_the_order_of_their_numbers() -> None:
         assert [i for i in order if i in numbers] == numbers
 
 
-def test_more_different_costs_than_codes_are_refused_by_name() -> None:
+def test_more_different_costs_than_codes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their numbers would exceed 31 bits; auto goes without annealing then."""
     factors = times(*(1 + n / 2048 for n in range(2048)))
-    problem = unequal(86, 2048, microbatch_factors=factors)
-    with pytest.raises(MethodError, match=r"2048 different units on 86 stages.*Maybe round microbatch_factors"):
-        solve(problem, "search")
-    assert auto_subsolvers(problem, 2) == []
-    assert auto_subsolvers(unequal(85, 2048, microbatch_factors=factors), 2) != []
+    refuse_too_many_costs(unequal(85, 2048, microbatch_factors=factors))
+    with pytest.raises(MethodError, match=r"2048 different units on 86 stages need 32.*Maybe round microbatch_factors"):
+        refuse_too_many_costs(unequal(86, 2048, microbatch_factors=factors))
+    few = unequal(2, 2)
+
+    def methods() -> set[str]:
+        return {search.method for concurrent in auto_subsolvers(few, 2) for search in concurrent}
+
+    assert "search" in methods()
+    monkeypatch.setattr("solver.scale.CODE_BITS", 4)
+    assert "search" not in methods()
+    with pytest.raises(MethodError, match="search numbers ops with 4 bits"):
+        solve(few, "search")
