@@ -39,7 +39,6 @@ solver/exact/cp_sat/variables.py
 solver/exact/memory_order.py
 solver/exact/milp/constraints.py
 solver/exact/milp/model.py
-solver/exact/milp/statement.py
 solver/exact/milp/time_windows.py
 solver/exact/milp/variables.py
 solver/exact/progress.py

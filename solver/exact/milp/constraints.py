@@ -7,6 +7,8 @@ of ops: the smaller it is, the tighter the linear relaxation that HiGHS branches
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from itertools import combinations
 from math import inf
 
@@ -20,7 +22,7 @@ from solver.exact.rules import least_work_around, like_pairs
 
 
 class Constraints:
-    """Adds rows to `rows`; `solver.exact.milp.statement` has the same rows in the notation of the papers."""
+    """Adds rows to `rows`, each family under its name: as in docs/math/milp.md, and in what `optpipe export` writes."""
 
     def __init__(self, variables: Variables, options: Options) -> None:
         self.variables = variables
@@ -59,28 +61,30 @@ class Constraints:
         edges = self.variables.windows.edges
         before, after = (np.array([edge[k] for edge in edges], np.int64) for k in range(2))
         delay = np.array([edge.delay for edge in edges])
-        block = self.rows.block(delay + self.variables.windows.surely[before]).term(after, 1.0).term(before, -1.0)
+        block = self.rows.block("precedence", (before, after), delay + self.variables.windows.surely[before])
+        block.term(after, 1.0).term(before, -1.0)
         add_length_terms(block, self.variables, before, -1.0)
 
     def begin(self) -> None:
         """A device begins no later than any F that may be its first, where the order of microbatches is free."""
         if self.problem.has_free_order:
             for d, firsts in enumerate(self.variables.windows.firsts):
-                self.rows.block(np.zeros(len(firsts))).term(firsts, 1.0).term(int(self.variables.begin[d]), -1.0)
+                block = self.rows.block("begin", (firsts,), np.zeros(len(firsts)))
+                block.term(firsts, 1.0).term(int(self.variables.begin[d]), -1.0)
 
     def ways(self) -> None:
         """An activation is held in one way; where it is reloaded and recomputed, in this order."""
         variables = self.variables
-        for ways in variables.ways.values():
-            block = self.rows.block(np.full(1, -1.0))
+        for ways in filter(None, variables.ways.values()):
+            block = self.rows.block("one_way", (np.array([ways[0].forward]),), np.full(1, -1.0))
             for way in ways:
                 block.term(way.column, -1.0)
         again = [way.end for way in variables.recomputing if way.variant.ahead and way.variant.mode.offload]
         x = np.array(again, np.int64)
         r = variables.partners(x, "R")
-        self._if_there(r, x)
+        self._if_there("reloaded_before", r, x)
         pairs = np.array(self.variables.windows.if_there, np.int64).reshape(-1, 2)
-        self._if_there(pairs[:, 0], pairs[:, 1])
+        self._if_there("before_if_there", pairs[:, 0], pairs[:, 1])
 
     def fused_backwards(self) -> None:
         """W follows its B at once in a fused backward, which hands its gradient over at its end; other W keep order.
@@ -91,7 +95,8 @@ class Constraints:
         fused = list(variables.fused.values())
         column, b, w = (np.array([one[k] for one in fused], np.int64) for k in range(3))
         big = np.maximum(self.widest[w, b] - self.length[b], 0.0)
-        self.rows.block(-self.length[b] - big).term(b, 1.0).term(w, -1.0).term(column, -big)
+        block = self.rows.block("fused_at_once", (b, w), -self.length[b] - big)
+        block.term(b, 1.0).term(w, -1.0).term(column, -big)
         of_backward = {one.backward: one for one in fused}
         handed = [
             (of_backward[edge.before], edge)
@@ -101,25 +106,26 @@ class Constraints:
         before, after = (np.array([edge[k] for _, edge in handed], np.int64) for k in range(2))
         delay = np.array([edge.delay for _, edge in handed])
         column, w = (np.array([one[k] for one, _ in handed], np.int64) for k in (0, 2))
-        block = self.rows.block(self.length[before] + delay)
+        block = self.rows.block("after_fused", (before, after), self.length[before] + delay)
         block.term(after, 1.0).term(before, -1.0).term(column, -self.length[w])
         pairs = np.array(list(variables.overtaking()), np.int64).reshape(-1, 4).T
         first, second, v, w = pairs
-        block = self.rows.block(np.zeros(len(v))).choice(variables.order, v, w, 1.0)
+        block = self.rows.block("weights_in_order", (v, w), np.zeros(len(v))).choice(variables.order, v, w, 1.0)
         block.term(first, 1.0).term(second, 1.0)
         block.choice(variables.before, variables.microbatch[v], variables.microbatch[w], -1.0)
         column, w, b = np.array(list(variables.taking_turns()), np.int64).reshape(-1, 3).T
-        block = self.rows.block(np.full(len(b), -1.0)).choice(variables.order, w, b, 1.0).term(column, -1.0)
+        block = self.rows.block("after_fused", (w, b), np.full(len(b), -1.0))
+        block.choice(variables.order, w, b, 1.0).term(column, -1.0)
         block.choice(variables.before, variables.microbatch[w], variables.microbatch[b], -1.0)
 
-    def _if_there(self, before: Ints, after: Ints) -> None:
+    def _if_there(self, family: str, before: Ints, after: Ints) -> None:
         """`after`, which may be absent, starts when `before` has ended if it is there."""
         big = np.maximum(self.length[before] + self.widest[before, after], 0.0)
-        block = self.rows.block(self.length[before] - big).term(after, 1.0).term(before, -1.0)
-        block.term(self.variables.leaves[after], -big)
+        block = self.rows.block(family, (before, after), self.length[before] - big)
+        block.term(after, 1.0).term(before, -1.0).term(self.variables.leaves[after], -big)
 
     def _after(
-        self, table: Table, pair: tuple[Ints, Ints], before: Ints, after: Ints, gap: Floats | None = None
+        self, family: str, table: Table, pair: tuple[Ints, Ints], before: Ints, after: Ints, gap: Floats | None = None
     ) -> None:
         """`after` starts `gap` later than `before` (None: when that ends) where the decision of `pair` is yes."""
         # Without the decision the row must hold for any starts: `before` is at most `widest` later than `after`.
@@ -128,7 +134,8 @@ class Constraints:
         big = most + self.widest[before, after]
         needed = big > 0  # else the windows imply the row
         a, b, before, after, big, surely = (array[needed] for array in (*pair, before, after, big, surely))
-        block = self.rows.block(surely - big).term(after, 1.0).term(before, -1.0).choice(table, a, b, -big)
+        block = self.rows.block(family, (before, after), surely - big)
+        block.term(after, 1.0).term(before, -1.0).choice(table, a, b, -big)
         if gap is None:
             add_length_terms(block, self.variables, before, -1.0)
 
@@ -141,14 +148,15 @@ class Constraints:
     def one_op_at_a_time(self) -> None:
         """A device runs one compute op at a time (Zero Bubble, appendix G)."""
         a, b = self._both_ways(compute=True)
-        self._after(self.variables.order, (a, b), a, b)
+        self._after("one_op_at_a_time", self.variables.order, (a, b), a, b)
 
     def channels(self) -> None:
         """A channel carries one transfer at a time (OptPipe, section 4); an absent one constrains no other."""
         a, b = self._both_ways(compute=False)
         leaves = self.variables.leaves
         big = np.maximum(self.length[a] + self.widest[a, b], 0.0)
-        block = self.rows.block(-2 * big).term(b, 1.0).term(a, -1.0).choice(self.variables.order, a, b, -big)
+        block = self.rows.block("one_copy_at_a_time", (a, b), -2 * big)
+        block.term(b, 1.0).term(a, -1.0).choice(self.variables.order, a, b, -big)
         block.term(leaves[a], -self.length[a]).term(leaves[b], -big)
 
     def reload_order(self) -> None:
@@ -158,27 +166,29 @@ class Constraints:
         """
         started, ended = self.variables.started, self.variables.ended
         x, r = started.open_pairs()
-        self.rows.block(np.zeros(len(x))).term(x, 1.0).term(r, -1.0).choice(started, x, r, self.widest[r, x])
+        block = self.rows.block("not_started", (x, r), np.zeros(len(x)))
+        block.term(x, 1.0).term(r, -1.0).choice(started, x, r, self.widest[r, x])
         x, r = ended.open_pairs()
-        self._after(ended, (x, r), x, r)
+        self._after("ended_before", ended, (x, r), x, r)
 
     def away(self) -> None:
         """Activations away at x: each left before x starts and returns no earlier (OptPipe, section 4)."""
         variables, away = self.variables, self.variables.away
         o, x = away.open_pairs()
         reload, forward, backward = (variables.partners(o, kind) for kind in "RFB")
-        self.rows.block(np.zeros(len(o))).term(variables.leaves[o], 1.0).choice(away, o, x, -1.0)
-        self._after(away, (o, x), o, x, self.length[o])
-        self._after(away, (o, x), x, reload, np.zeros(len(o)))
+        block = self.rows.block("away_if_it_leaves", (o, x), np.zeros(len(o)))
+        block.term(variables.leaves[o], 1.0).choice(away, o, x, -1.0)
+        self._after("away_has_left", away, (o, x), o, x, self.length[o])
+        self._after("away_comes_back", away, (o, x), x, reload, np.zeros(len(o)))
         # Times alone let two ops that start at one instant each take the other's bytes as absent: x must count where
         # the reload of what is away at x starts.
         compute = self.computes[x]
         at_compute, at_copy = (o[compute], x[compute]), (o[~compute], x[~compute])
-        self._at_most(away, at_compute, variables.started, x[compute], reload[compute])
-        self._at_most(away, at_copy, variables.order, x[~compute], reload[~compute])
+        self._at_most("away_unseen", away, at_compute, variables.started, x[compute], reload[compute])
+        self._at_most("away_unseen", away, at_copy, variables.order, x[~compute], reload[~compute])
         # The times imply these where ops have a length; the linear relaxation needs them to keep `away` within F to B.
-        self._at_most(away, at_compute, variables.order, forward[compute], x[compute])
-        self._at_most(away, at_compute, variables.order, x[compute], backward[compute])
+        self._at_most("away_after_forward", away, at_compute, variables.order, forward[compute], x[compute])
+        self._at_most("away_before_backward", away, at_compute, variables.order, x[compute], backward[compute])
 
     def gone(self) -> None:
         """Bytes that recomputation saves are gone at x after F and before C, or B where it recomputes inside.
@@ -193,32 +203,34 @@ class Constraints:
             np.array([getattr(way, name) for way in variables.recomputing], np.int64)[n]
             for name in ("column", "forward", "end")
         )
-        self.rows.block(np.zeros(len(n))).term(column, 1.0).term(gone, -1.0)
+        self.rows.block("if_recomputed", (gone,), np.zeros(len(n))).term(column, 1.0).term(gone, -1.0)
         compute = self.computes[x]
         inside = np.array([way.variant.inside for way in variables.recomputing], bool)[n]
-        for chosen, table, a, b in (
-            (compute, variables.order, forward, x),
-            (compute, variables.order, x, end),
-            (~compute, variables.started, forward, x),
+        for family, chosen, table, a, b in (
+            ("after_forward", compute, variables.order, forward, x),
+            ("until_recomputed", compute, variables.order, x, end),
+            ("after_forward", ~compute, variables.started, forward, x),
         ):
-            block = self.rows.block(np.zeros(int(chosen.sum())))
+            block = self.rows.block(family, (gone[chosen],), np.zeros(int(chosen.sum())))
             block.choice(table, a[chosen], b[chosen], 1.0).term(gone[chosen], -1.0)
         for chosen, table in ((~compute & ~inside, variables.started), (~compute & inside, variables.ended)):
-            block = self.rows.block(np.full(int(chosen.sum()), -1.0))
+            block = self.rows.block("until_recomputed", (gone[chosen],), np.full(int(chosen.sum()), -1.0))
             block.choice(table, end[chosen], x[chosen], -1.0).term(gone[chosen], -1.0)
         beside = [(variables.recomputing[n], kind, r, c) for (n, kind, r), c in variables.beside.items()]
         y = np.array([way.column for way, _, _, _ in beside], np.int64)
         k = np.array([variables.running(way, kind) for way, kind, _, _ in beside], np.int64)
         r = np.array([r for _, _, r, _ in beside], np.int64)
-        block = self.rows.block(np.full(len(beside), -1.0)).term(np.array([c for *_, c in beside], np.int64), 1.0)
+        running = np.array([c for *_, c in beside], np.int64)
+        block = self.rows.block("while_it_runs", (running,), np.full(len(beside), -1.0)).term(running, 1.0)
         block.term(y, -1.0).choice(variables.started, k, r, -1.0).choice(variables.ended, k, r, 1.0)
 
-    def _at_most(self, table: Table, pair: tuple[Ints, Ints], limit: Table, a: Ints, b: Ints) -> None:
+    def _at_most(self, family: str, table: Table, pair: tuple[Ints, Ints], limit: Table, a: Ints, b: Ints) -> None:
         """``table[pair] <= limit[a, b]``, where that is not fixed to 1; an op compared with itself is left out."""
         needed = (limit.is_open(a, b) | (limit.constant[a, b] == 0)) & (a != b)
-        a, b = a[needed], b[needed]
-        block = self.rows.block(np.zeros(len(a)))
-        block.choice(limit, a, b, 1.0).choice(table, pair[0][needed], pair[1][needed], -1.0)
+        a, b, first, second = a[needed], b[needed], pair[0][needed], pair[1][needed]
+        names = (first, second, a, b) if limit is table else (first, second)
+        block = self.rows.block(family, names, np.zeros(len(a)))
+        block.choice(limit, a, b, 1.0).choice(table, first, second, -1.0)
 
     def level_at_compute(self, device: int, budget: int) -> None:
         """Memory when a compute op starts: what earlier ones left, less what is away, fits (Zero Bubble, appendix G).
@@ -230,7 +242,7 @@ class Constraints:
         takers = compute[variables.rises[compute]]
         unit = variables.bytes_unit(device)
         kept = (variables.take - variables.free) / unit
-        block = self.rows.block((variables.take[takers] - budget) / unit)
+        block = self.rows.block("memory", (takers,), (variables.take[takers] - budget) / unit)
         block.choices(variables.order, compute, takers, -kept[compute])
         block.choices(variables.away, offloads, takers, variables.moved[offloads] / unit)
         self._add_gone(block, takers, unit)
@@ -258,7 +270,7 @@ class Constraints:
         compute, offloads, reloads = (variables.of(kinds, device) for kinds in ("FBWC", "O", "R"))
         unit = variables.bytes_unit(device)
         take, free, moved = (values / unit for values in (variables.take, variables.free, variables.moved))
-        block = self.rows.block(np.full(len(reloads), -budget / unit))
+        block = self.rows.block("memory", (reloads,), np.full(len(reloads), -budget / unit))
         block.choices(variables.started, compute, reloads, -take[compute])
         block.choices(variables.ended, compute, reloads, free[compute])
         block.choices(variables.away, offloads, reloads, moved[offloads])
@@ -273,21 +285,21 @@ class Constraints:
         if limit is None:
             return
         reload = np.array([variables.partner(k, "R") for k in o], np.int64)
-        block = self.rows.block(np.full(len(o), -1.0)).choice(variables.counted, o, q, 1.0)
+        block = self.rows.block("on_host", (o, q), np.full(len(o), -1.0)).choice(variables.counted, o, q, 1.0)
         block.choice(variables.ahead, o, q, -1.0).choice(variables.returned, o, q, 1.0)
         block.term(variables.leaves[o], -1.0)  # counted >= ahead + leaves - 1 - returned
         a, b = variables.ahead.open_pairs()
         a, b = np.append(a, b), np.append(b, a)  # a is not ahead of b: a starts no earlier
-        self._after(variables.ahead, (b, a), b, a, np.zeros(len(a)))
+        self._after("behind", variables.ahead, (b, a), b, a, np.zeros(len(a)))
         big = np.maximum(self.length[reload] + self.widest[reload, q], 0.0)
-        block = self.rows.block(-big).term(q, 1.0).term(reload, -1.0).choice(variables.returned, o, q, -big)
+        block = self.rows.block("returned", (o, q), -big)
+        block.term(q, 1.0).term(reload, -1.0).choice(variables.returned, o, q, -big)
         block.term(variables.leaves[o], -self.length[reload])
         offloads = np.concatenate([variables.of("O", d) for d in range(len(self.problem.devices))])
         unit = variables.bytes_unit(None)
         moved = variables.moved / unit
-        block = self.rows.block(np.full(len(offloads), -limit / unit)).term(
-            variables.leaves[offloads], -moved[offloads]
-        )
+        block = self.rows.block("host_memory", (offloads,), np.full(len(offloads), -limit / unit))
+        block.term(variables.leaves[offloads], -moved[offloads])
         block.choices(variables.counted, offloads, offloads, -moved[offloads])
 
     def chains(self) -> None:
@@ -300,8 +312,8 @@ class Constraints:
         for table in (variables.order, variables.started, variables.ended, variables.ahead, variables.returned):
             a, b = table.open_pairs()
             has_before, has_next = variables.follows[a], variables.leads[b]
-            self._at_most(table, (a[has_before], b[has_before]), table, a[has_before] - 1, b[has_before])
-            self._at_most(table, (a[has_next], b[has_next]), table, a[has_next], b[has_next] + 1)
+            self._at_most("chain", table, (a[has_before], b[has_before]), table, a[has_before] - 1, b[has_before])
+            self._at_most("chain", table, (a[has_next], b[has_next]), table, a[has_next], b[has_next] + 1)
 
     def work_before(self) -> None:
         """An op starts no earlier than its device begins, and all work ordered before it.
@@ -314,7 +326,8 @@ class Constraints:
                 first = self.variables.first_of(device)
                 compute = self.variables.of("FBWC", device)
                 others = compute[compute != first]
-                block = self.rows.block(np.full(len(others), self.length[first] if first >= 0 else 0.0))
+                least = np.full(len(others), self.length[first] if first >= 0 else 0.0)
+                block = self.rows.block("work_before", (others,), least)
                 block.term(others, 1.0).term(int(self.variables.begin[device]), -1.0)
                 block.choices(self.variables.order, others, others, -self.variables.windows.surely[others])
 
@@ -331,9 +344,8 @@ class Constraints:
             undecided = order.is_open(a, b) & order.is_open(b, c) & order.is_open(a, c)
             a, b, c = a[undecided], b[undecided], c[undecided]
             for x, y, z in ((a, b, c), (c, b, a)):
-                self.rows.block(np.ones(len(a))).choice(order, x, y, 1.0).choice(order, y, z, 1.0).choice(
-                    order, z, x, 1.0
-                )
+                block = self.rows.block("triangle", (x, y, z), np.ones(len(a)))
+                block.choice(order, x, y, 1.0).choice(order, y, z, 1.0).choice(order, z, x, 1.0)
 
 
 def add_length_terms(block: Block, variables: Variables, ops: Ints, sign: float, only: Bools | bool = True) -> None:
@@ -368,8 +380,9 @@ def add_work_that_memory_holds_back(variables: Variables, rows: Rows) -> None:
     device = variables.windows.device[ops]
     first = np.array([variables.first_of(d) if stages else -1 for d, stages in enumerate(variables.problem.stages_of)])
     bounded = (before < inf) & (first[device] != ops)
-    rows.block(before[bounded]).term(ops[bounded], 1.0).term(first[device[bounded]], -1.0)
-    block = rows.block(after).term(variables.objective, 1.0).term(ops, -1.0)
+    block = rows.block("least_work_before", (ops[bounded],), before[bounded])
+    block.term(ops[bounded], 1.0).term(first[device[bounded]], -1.0)
+    block = rows.block("least_work_after", (ops,), after).term(variables.objective, 1.0).term(ops, -1.0)
     if variables.problem.objective == "device_span":
         block.term(first[device], 1.0)
 
@@ -385,7 +398,7 @@ def add_weight_order(variables: Variables, rows: Rows) -> None:
         b, c, v, w = np.array(pairs, np.int64).reshape(-1, 4).T[list(columns)]
         needed = order.may_be(v, w, 0) & order.may_be(b, c, 1) & (order.is_open(b, c) | order.is_open(v, w))
         b, c, v, w = b[needed], c[needed], v[needed], w[needed]
-        rows.block(np.zeros(len(b))).choice(order, v, w, 1.0).choice(order, b, c, -1.0)
+        rows.block("weight_order", (v, w), np.zeros(len(b))).choice(order, v, w, 1.0).choice(order, b, c, -1.0)
 
 
 class Rows:
@@ -396,14 +409,27 @@ class Rows:
         self.columns: list[Ints] = []
         self.values: list[Floats] = []
         self.lower: list[Floats] = []
+        self.families: list[tuple[str, tuple[Ints, ...]]] = []
         self.count = 0
 
-    def block(self, lower: Floats) -> Block:
-        """Add one row for each entry of `lower`."""
+    def block(self, family: str, columns: tuple[Ints, ...], lower: Floats) -> Block:
+        """Add one row for each entry of `lower`; it is named by the family and by its columns of ops or decisions."""
         block = Block(self, np.arange(self.count, self.count + len(lower)), np.array(lower, np.float64))
         self.count += len(lower)
         self.lower.append(block.lower)
+        self.families.append((family, columns))
         return block
+
+    def names(self, columns: Sequence[str]) -> list[str]:
+        """A name for each row, such as `memory_F0_1`, from names of the columns; a second one of a name is numbered."""
+        seen: Counter[str] = Counter()
+        names = []
+        for family, ops in self.families:
+            for at in zip(*ops, strict=True):
+                name = "_".join([family, *(columns[column] for column in at)])
+                seen[name] += 1
+                names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+        return names
 
     def matrix(self, columns: int) -> tuple[csr_matrix, Floats]:
         """The coefficients, duplicates added up, and the lower bounds of the rows."""

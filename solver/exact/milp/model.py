@@ -40,6 +40,7 @@ class Program:
     """Minimise the objective column subject to ``matrix @ columns >= row_lower`` and ``lower <= columns <= upper``."""
 
     variables: Variables
+    rows: Rows
     matrix: csr_matrix
     row_lower: Floats
     lower: Floats
@@ -65,7 +66,7 @@ def build_program(
     lower, upper = variables.bounds()
     if options.bound:
         lower[variables.objective] = min(bound_us / variables.unit_us, upper[variables.objective])
-    return Program(variables, matrix, row_lower, lower, upper)
+    return Program(variables, constraints.rows, matrix, row_lower, lower, upper)
 
 
 def load_program(program: Program) -> highspy.Highs:
@@ -101,7 +102,7 @@ def add_objective(variables: Variables, rows: Rows, options: Options) -> None:
             continue
         first, compute = variables.first_of(device), variables.of("FBWC", device)
         ends = compute if options.workloads else np.array(variables.last_of(device))
-        block = rows.block(length[ends]).term(variables.objective, 1.0).term(ends, -1.0)
+        block = rows.block("objective", (ends,), length[ends]).term(variables.objective, 1.0).term(ends, -1.0)
         if spans:
             block.term(int(variables.begin[device]), 1.0)
         add_length_terms(block, variables, ends, -1.0)

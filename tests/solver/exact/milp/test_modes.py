@@ -16,7 +16,6 @@ from optpipe.simulate import simulate
 from solver.bounds.device import split_backward_suffices
 from solver.build import build_schedule, peak_budgets
 from solver.exact.milp.model import solve_milp
-from solver.exact.milp.variables import Options
 from solver.limits import Limits
 from solver.search.annealing.sequence import build_table, merge, orders_from_sequences
 from solver.solution import Solution
@@ -24,12 +23,7 @@ from solver.solve import solve
 from tests.recomputing import FULL, LEAVES, random_recomputing, recomputing
 from tests.sample import examples, some
 from tests.solver.exact.cp_sat.test_modes import FAMILIES, schedules
-from tests.solver.exact.milp.test_statement import (
-    OPTIONS,
-    assert_another_solver_finds_the_optimum,
-    assert_is_a_point,
-    assert_same_model,
-)
+from tests.solver.exact.milp.evidence import assert_another_solver_finds_the_optimum, assert_is_a_point
 
 
 def tight(seed: int) -> tuple[Problem, Orders]:
@@ -79,16 +73,6 @@ def test_agrees_with_cp_sat(seed: int) -> None:
     assert other.bound_us <= answer.value_us * (1 + 1e-9)
     if answer.orders is not None:
         build_schedule(problem, answer.orders, answer.bound_us, "milp", 0.0)  # which verifies it
-
-
-EVERYTHING = recomputing(2, 3, [FULL, LEAVES], 22, offload={"bytes": 8, "offload_us": 1, "reload_us": 2})
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_same_columns_and_rows_as_the_statement(options: Options) -> None:
-    host = EVERYTHING.from_data(EVERYTHING.to_data() | {"host_memory_bytes": 9})
-    for problem in (EVERYTHING, host, *(tight(seed)[0] for seed in range(12))):
-        assert_same_model(problem, 60.0, float("inf"), options)
 
 
 @pytest.mark.parametrize("form", ["lp", "mps"])

@@ -14,7 +14,7 @@ from optpipe.simulate import simulate
 from solver.build import build_schedule, peak_budgets
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.exact.milp.model import build_program, point_from_orders, solve_milp
-from solver.exact.milp.variables import Options, has_every_schedule
+from solver.exact.milp.variables import has_every_schedule
 from solver.limits import Limits
 from solver.model_export import export_model
 from solver.scale import horizon_us
@@ -22,12 +22,7 @@ from solver.solution import INFEASIBLE, Solution
 from solver.solve import solve
 from tests.sample import some
 from tests.solver.exact.cp_sat.test_units import CAUSAL, schedules
-from tests.solver.exact.milp.test_statement import (
-    OPTIONS,
-    assert_another_solver_finds_the_optimum,
-    assert_is_a_point,
-    assert_same_model,
-)
+from tests.solver.exact.milp.evidence import assert_another_solver_finds_the_optimum, assert_is_a_point
 from tests.unequal import random_orders, random_pipeline, random_unequal, times, unequal
 
 
@@ -124,15 +119,6 @@ def test_no_backward_without_length_stands_within_a_fused_one(order: str) -> Non
     )  # fmt: skip
     answer = solve_milp(problem, Limits(60, workers=1), Solution(), lambda _: None)
     assert answer.value_us == answer.bound_us == 30
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_same_columns_and_rows_as_the_statement(options: Options) -> None:
-    for seed in range(3):
-        problem, _ = tight(seed)
-        assert_same_model(problem, horizon_us(problem, float("inf")), float("inf"), options)
-        problem, _ = without_copies(seed)
-        assert_same_model(problem, horizon_us(problem, float("inf")), float("inf"), options)
 
 
 FREE = {"microbatch_order": "free"}
