@@ -14,7 +14,8 @@ from math import nan
 from typing import NamedTuple
 
 from optpipe.kinds import COPIES, KIND, SizeName, TimeName
-from optpipe.stage import OFFLOAD, Mode, Stage, UnitStage
+from optpipe.mode_names import OFFLOAD
+from optpipe.stage import Mode, Stage, UnitStage
 
 
 class Effect(NamedTuple):

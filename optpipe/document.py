@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from optpipe.document_kinds import FORMATS, DocumentKind, kind_of_data, kind_of_text
-from optpipe.errors import InputError, Issue
+from optpipe.errors import InputError, Issue, shown
 
 MAX_DIGITS = 4300
 """Longest number in digits: the limit of jiter for integers, and of Python for their conversion to text."""
@@ -254,12 +254,6 @@ def _issue(model: type[BaseModel], error: ErrorDetails, source: str) -> Issue:
     message = message[0].lower() + re.sub(python_words, "", message[1:])
     subject = "" if loc or source else "the document "
     return Issue(loc, kind, f"{subject}is {shown(error['input'])}: {message}.")
-
-
-def shown(value: Any) -> str:
-    """Short, JSON-like text of a value for messages."""
-    text = json.dumps(value, default=str) if not isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @cache  # making a schema takes milliseconds

@@ -22,12 +22,20 @@ Messages name the field, the value and the limit, and end with "Maybe ..." where
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 MOST_NAMES = 12
 """Most names of a cycle in a message; a cycle can include every op of a schedule."""
+
+
+def shown(value: Any) -> str:
+    """Short, JSON-like text of a value for messages."""
+    text = json.dumps(value, default=str) if not isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class OptPipeError(Exception):

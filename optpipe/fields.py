@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from optpipe.document import shown
+from optpipe.errors import shown
 
 MAX_TIME_US = 10**12
 """Longest op or transfer: eleven days."""

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 from optpipe.errors import InputError, Issue
 
+KEPT, OFFLOAD = "kept", "offload"
+"""Modes that need no entry in `modes`: held until the backward, and `stages[].offload`."""
+
 FULL = "full"
 SELECTIVE = "selective"
 WITH_OFFLOAD = "+offload"

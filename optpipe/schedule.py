@@ -44,9 +44,10 @@ from optpipe.kinds import (
     covering,
     needs_of,
 )
+from optpipe.mode_names import KEPT, OFFLOAD
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray, is_op_name
 from optpipe.problem import Objective, Problem
-from optpipe.stage import KEPT, MAX_MODE_NAME, OFFLOAD, ModeName
+from optpipe.stage import MAX_MODE_NAME, ModeName
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -13,8 +13,8 @@ from math import log2, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
-from optpipe.document import parse_json, read_bounded, shown, utf8_text
-from optpipe.errors import InputError, Issue
+from optpipe.document import parse_json, read_bounded, utf8_text
+from optpipe.errors import InputError, Issue, shown
 from optpipe.fields import MAX_COUNT, MAX_FACTOR
 from optpipe.layers import Layer, LayerProfile
 

@@ -38,9 +38,9 @@ from optpipe.kinds import (
     covering,
 )
 from optpipe.memory import Curve, memory_curve
+from optpipe.mode_names import KEPT
 from optpipe.ops import Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
-from optpipe.stage import KEPT
 from optpipe.task_graph import lower
 
 Floats = NDArray[np.float64]

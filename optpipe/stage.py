@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from optpipe.document import Document
 from optpipe.fields import Bytes, Factor, Index, TimeUs, at_most, reject
+from optpipe.mode_names import KEPT, OFFLOAD
 
 
 class Offload(Document):
@@ -71,10 +72,6 @@ class Mode(NamedTuple):
     segment_bytes: int | None
     offload: Offload | None
     recomputes: bool
-
-
-KEPT, OFFLOAD = "kept", "offload"
-"""Names of the modes that need no entry in `modes`: held until the backward, and `stages[].offload`."""
 
 
 Factors = list[Factor] | None

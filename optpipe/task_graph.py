@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from optpipe.costs import sizes_bytes, times_us
 from optpipe.kinds import CODE, COPIES, DOERS, KINDS, ROWS, SizeName, TimeName, codes
+from optpipe.mode_names import OFFLOAD
 from optpipe.ops import OpArray
 from optpipe.problem import Problem
-from optpipe.stage import OFFLOAD, Mode, Stage
+from optpipe.stage import Mode, Stage
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]

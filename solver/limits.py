@@ -11,8 +11,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TypeVar, cast
 
-from optpipe.document import shown
-from optpipe.errors import InputError, Issue
+from optpipe.errors import InputError, Issue, shown
 
 
 def available_cores() -> int:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import current_thread, main_thread
 
-from optpipe.document import shown
-from optpipe.errors import InfeasibleError, InputError, Issue, NoSolutionError
+from optpipe.errors import InfeasibleError, InputError, Issue, NoSolutionError, shown
 from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule

@@ -16,13 +16,12 @@ from typing import Literal
 
 from optpipe.errors import DeadlockError, InputError, Issue, MethodError
 from optpipe.export.megatron_layout import layout_text, parse_layout
-from optpipe.mode_names import SELECTIVE, parse_recomputed
+from optpipe.mode_names import KEPT, OFFLOAD, SELECTIVE, parse_recomputed
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.partition import cut_in_name
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
-from optpipe.stage import KEPT, OFFLOAD
 from solver.build import peak_budgets
 from solver.by_stage import ByStage
 from solver.microbatch_orders import in_order, with_numbers_in_order

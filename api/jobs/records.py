@@ -12,7 +12,8 @@ from uuid import UUID
 
 from pydantic import AfterValidator, Field, StrictInt
 
-from optpipe.document import Document, shown
+from optpipe.document import Document
+from optpipe.errors import shown
 from optpipe.fields import reject
 from optpipe.schedule import Schedule, relative_gap
 from solver.methods import METHODS

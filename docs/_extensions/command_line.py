@@ -20,9 +20,9 @@ def fill(_app: Sphinx, page: str, source: list[str]) -> None:
 
 def every_command() -> Iterator[str]:
     """Markdown: one section a command, in the order of `optpipe --help`."""
-    from optpipe.cli.app import app
+    from optpipe.cli.app import command_line
 
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(command_line())
     context = typer.Context(root, info_name="optpipe")
     for name, command in root.commands.items():  # type: ignore[attr-defined]
         yield from _section(command, typer.Context(command, parent=context, info_name=name), 2)

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from optpipe.cli import (
-    bench,
-    calibrate,
-    checkpoint,
-    compare,
-    database,
-    export,
-    fits,
-    machines,
-    models,
-    plan,
-    profile,
-    serve,
-    solve,
-    trace,
-    train,
-    verify,
-)
 from optpipe.cli.console import print_json
-from optpipe.document import shown
 from optpipe.errors import (
     InfeasibleError,
     InputError,
@@ -42,6 +26,7 @@ from optpipe.errors import (
     OptPipeError,
     OrderError,
     TrainingError,
+    shown,
 )
 
 EXIT_NO = 1
@@ -55,6 +40,8 @@ Failure = TyperException | OptPipeError | OSError | KeyboardInterrupt | typer.Ab
 
 def run(arguments: list[str]) -> int:
     """Run a command line; returns its exit code (see `optpipe.cli`)."""
+    named = [word for word in arguments if not word.startswith("-")][:1]
+    app = command_line(loaded=named)
     try:
         result = app(args=arguments, standalone_mode=False, prog_name="optpipe")
         sys.stdout.flush()  # a failed write is reported here, not by Python at exit
@@ -150,15 +137,67 @@ def _interrupt_aborts() -> Iterator[None]:
         raise typer.Abort from interrupt
 
 
-app = typer.Typer(
-    name="optpipe",
-    cls=_Commands,
-    help="Schedules for pipeline-parallel training: solved, proved, compared, and run as planned.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
+COMMANDS = {
+    "solve": "solve:command",
+    "profile": "profile:command",
+    "plan": "plan:command",
+    "methods": "solve:methods",
+    "models": "models:command",
+    "machines": "machines:command",
+    "fits": "fits:command",
+    "calibrate": "calibrate:command",
+    "verify": "verify:command",
+    "compare": "compare:command",
+    "plot": "verify:plot",
+    "export": "export:command",
+    "train": "train:command",
+    "trace": "trace:command",
+    "bench": "bench:command",
+    "serve": "serve:command",
+    "worker": "serve:worker",
+}
+"""Module of each command in `optpipe.cli`, and its function there."""
+
+GROUPS = {"keys": "serve:keys", "database": "database:database", "checkpoint": "checkpoint:checkpoint"}
+"""Module of each group of commands, and its application there."""
+
+
+def command_line(loaded: Collection[str] = COMMANDS) -> typer.Typer:
+    """The application. Commands that are not `loaded` can be listed alone: they have a name and a help text."""
+    app = typer.Typer(
+        name="optpipe",
+        cls=_Commands,
+        help="Schedules for pipeline-parallel training: solved, proved, compared, and run as planned.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(_options)
+    for name, home in COMMANDS.items():
+        command = _at(home) if name in loaded else _listed
+        help_text = inspect.getdoc(command) if name in loaded else _docstring(home)
+        # Each paragraph on one line: typer would keep the line breaks of the source.
+        app.command(name=name, help=re.sub(r"(?<!\n)\n(?!\n)", " ", help_text or ""))(command)
+    for name, home in GROUPS.items():
+        app.add_typer(_at(home), name=name)
+    return app
+
+
+def _at(home: str) -> Any:
+    module, _, name = home.partition(":")
+    return getattr(import_module(f"optpipe.cli.{module}"), name)
+
+
+def _docstring(home: str) -> str | None:
+    """The docstring of a function in a module that is not loaded: loading all of them takes a second."""
+    module, _, name = home.partition(":")
+    functions = ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8")).body
+    return next(ast.get_docstring(f) for f in functions if isinstance(f, ast.FunctionDef) and f.name == name)
+
+
+def _listed() -> None:
+    raise AssertionError("a command that was not loaded")
 
 
 def _print_version(wanted: bool) -> None:
@@ -169,40 +208,9 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
-
-
-def _help(command: Callable[..., int]) -> str:
-    """Return the docstring with each paragraph on one line: typer would keep the line breaks of the source."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
-
-
-for name, command in (
-    ("solve", solve.command),
-    ("profile", profile.command),
-    ("plan", plan.command),
-    ("methods", solve.methods),
-    ("models", models.command),
-    ("machines", machines.command),
-    ("fits", fits.command),
-    ("calibrate", calibrate.command),
-    ("verify", verify.command),
-    ("compare", compare.command),
-    ("plot", verify.plot),
-    ("export", export.command),
-    ("train", train.command),
-    ("trace", trace.command),
-    ("bench", bench.command),
-    ("serve", serve.command),
-    ("worker", serve.worker),
-):
-    app.command(name=name, help=_help(command))(command)
-app.add_typer(serve.keys, name="keys")
-app.add_typer(database.database, name="database")
-app.add_typer(checkpoint.checkpoint, name="checkpoint")

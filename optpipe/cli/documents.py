@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from optpipe.cli.console import stderr
-from optpipe.document import Document, read_bounded, read_document
 from optpipe.document_kinds import TORCH_CSV, kind_of_text
 from optpipe.errors import InputError, Issue
 
 if TYPE_CHECKING:
+    from optpipe.document import Document
     from optpipe.schedule import Schedule
 
-D = TypeVar("D", bound=Document)
+D = TypeVar("D", bound="Document")
 
 ProblemOfCsv = Annotated[
     Path | None,
@@ -37,6 +37,7 @@ def load_schedule(path: Path, problem: Path | None) -> Schedule:
 
 def load_schedule_or(other: type[D], path: Path, problem: Path | None) -> Schedule | D:
     """Load a schedule as `load_schedule` does, or a document of another class: Problem or Trace. Raises InputError."""
+    from optpipe.document import read_document
     from optpipe.schedule import Schedule
     from optpipe.trace.document import MAX_TRACE_BYTES
 
@@ -58,6 +59,7 @@ def _is_torch_csv(path: Path) -> bool:
 
 def _load_torch_csv(path: Path, problem: Path | None) -> Schedule | None:
     """Read torch's CSV, and say on stderr what was assumed and what was left out; None for another file."""
+    from optpipe.document import read_bounded
     from optpipe.export.torch_csv import ACTIVATION_BYTES, MAX_CSV_BYTES, OP_US, read_torch_csv
     from optpipe.problem import Problem
 

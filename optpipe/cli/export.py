@@ -17,8 +17,7 @@ from optpipe.cli.documents import ProblemOfCsv, load_schedule, load_schedule_or
 from optpipe.errors import InputError, Issue
 from optpipe.export import EXPORTERS, Exported, exporter
 from optpipe.files import check_writable, write_atomically
-from optpipe.mode_names import FULL
-from optpipe.stage import OFFLOAD
+from optpipe.mode_names import FULL, OFFLOAD
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:

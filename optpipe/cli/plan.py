@@ -27,12 +27,10 @@ from optpipe.cli.console import (
     table,
 )
 from optpipe.cli.solve import TimeLimit
-from optpipe.document import shown
-from optpipe.errors import InputError, Issue, NoSolutionError
+from optpipe.errors import InputError, Issue, NoSolutionError, shown
 from optpipe.files import check_writable, write_atomically
-from optpipe.mode_names import parse_modes
-from optpipe.partition import DEFAULT_PLACEMENTS, check_layer_modes, parse_placement
-from optpipe.stage import OFFLOAD
+from optpipe.mode_names import OFFLOAD, parse_modes
+from optpipe.placement import DEFAULT_PLACEMENTS, parse_placement
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
@@ -352,6 +350,7 @@ def _search(
     modes: str | None,
 ) -> Search:
     """Build the search space from the options. Raises InputError with every issue found."""
+    from optpipe.partition import check_layer_modes
     from solver.layout.candidates import Search
 
     issues: list[Issue] = []

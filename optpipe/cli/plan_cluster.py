@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optpipe.cli.console import compile_once, ctrl_c_cancels, doing_long, print_json, stderr, stdout, table
-from optpipe.document import shown
-from optpipe.errors import InputError, Issue
+from optpipe.errors import InputError, Issue, shown
 from optpipe.files import check_writable, write_atomically
 from optpipe.units import share_text
 

@@ -13,13 +13,11 @@ import typer
 
 from optpipe.cli.console import AsJson, doing_long, names_in, parse_share, parse_size, print_json, stdout, table
 from optpipe.cli.plan import MAX_DIGITS, SliceChoice
-from optpipe.cli.profile_model import Options, profile_model
-from optpipe.document import shown
-from optpipe.errors import InputError, Issue
+from optpipe.errors import InputError, Issue, shown
 from optpipe.files import check_writable, write_atomically
 from optpipe.kinds import WITHOUT_MODES
 from optpipe.mode_names import parse_modes
-from optpipe.partition import devices_of_stages
+from optpipe.placement import devices_of_stages
 from optpipe.units import us_text
 
 if TYPE_CHECKING:
@@ -255,6 +253,8 @@ def command(
         _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
     if slices is None:
         _refuse("--slices", "is not given", {"--slice-by": slice_by})
+    from optpipe.cli.profile_model import Options, profile_model
+
     options = Options(
         devices=devices,
         stages=stages,

@@ -18,7 +18,7 @@ from optpipe.cli.profile_report import print_check, print_slices, print_stages
 from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError, needs_extra
 from optpipe.files import write_atomically
 from optpipe.mode_names import IN_LOW_PRECISION
-from optpipe.partition import devices_of_stages
+from optpipe.placement import devices_of_stages
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cluster.strategy import Strategy
 from optpipe.errors import InputError, Issue
+
+if TYPE_CHECKING:
+    from optpipe.cluster.strategy import Strategy
 
 MOST = 2**20
 """Most GPUs, and the largest degree."""
@@ -68,6 +70,8 @@ class Degrees:
 
     def strategy(self, **others: object) -> Strategy:
         """The strategy of these degrees. Raises InputError if they do not divide the GPUs."""
+        from optpipe.cluster.strategy import Strategy
+
         shared = self.tensor * self.context * self.pipeline
         data = self.data
         if data is None:

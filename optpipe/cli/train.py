@@ -1,31 +1,21 @@
-"""`optpipe train`: trains with a schedule in PyTorch. Options from the settings, and the background solver."""
+"""`optpipe train`: trains with a schedule in PyTorch. Its options are made from the settings."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from optpipe.cli.console import AsJson, compile_once, parse_share, parse_size, print_json, stderr
-from optpipe.document import shown
-from optpipe.errors import InputError, Issue, OptPipeError, needs_extra
+from optpipe.errors import InputError, Issue, needs_extra, shown
 from optpipe.files import check_writable, write_atomically
-from optpipe.ops import Orders
-from optpipe.problem import Problem
-from optpipe.schedule import Schedule
 from optpipe.train.config import SETTINGS, Setting
-from solver.limits import Limits
-from solver.process import ChildResult, solve_in_child
-from solver.serial import known_budgets_bytes
-from solver.solve import solve
 
 if TYPE_CHECKING:
     from optpipe.train import TrainingConfig
@@ -149,6 +139,7 @@ def command(
 def _train(config: TrainingConfig, as_json: bool) -> int:
     with needs_extra("train", "training"):
         from optpipe.train import leads, train
+    from optpipe.cli.background_solver import ChildSolver
     from optpipe.cli.train_report import document, log_to_stderr, print_result, progress
     from optpipe.schedule import schedule_text
 
@@ -198,58 +189,3 @@ def _check_outputs(config: TrainingConfig) -> None:
             check_writable(path)
     if config.online.save is not None:
         check_writable(config.online.save)
-
-
-class ChildSolver:
-    """Solver of `optpipe.train.resolve.search` that runs `auto` in child processes."""
-
-    def quick(self, problem: Problem) -> Schedule:
-        """Solve by `ada-offload` in this process: milliseconds."""
-        return solve(problem, "ada-offload")
-
-    def least_budgets_bytes(self, problem: Problem) -> Sequence[int]:
-        """Return the least known budgets: those of one microbatch at a time, which `ada-offload` tries too."""
-        return known_budgets_bytes(problem)
-
-    def begin(self, problem: Problem, start: Schedule | None, time_limit_s: float, workers: int) -> ChildSolve:
-        """Start a search by `auto` from the schedule in use."""
-        return ChildSolve(problem, Limits(time_limit_s, 0.0, workers), [start.orders_in(problem)] if start else [])
-
-
-@dataclass
-class ChildSolve:
-    """Search in a child process, started at construction and watched by a daemon thread."""
-
-    problem: Problem
-    limits: Limits
-    starts: list[Orders]
-    _result: ChildResult | None = None
-    _error: OptPipeError | None = None
-    _thread: Thread = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._thread = Thread(target=self._run, name="solve", daemon=True)
-        self._thread.start()
-
-    def poll(self) -> bool:
-        """Return whether the search has ended."""
-        return not self._thread.is_alive()
-
-    def result(self) -> Schedule | None:
-        """Wait for the schedule; None if none was found. Raises the error that ended the search."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._result.schedule if self._result else None
-
-    def cancel(self) -> None:
-        """End the search within a second."""
-        self.limits.cancel.request()
-        self._thread.join()
-
-    def _run(self) -> None:
-        # The kernel ends the child with the thread that started it (PR_SET_PDEATHSIG), so this thread waits for it.
-        try:
-            self._result = solve_in_child(self.problem, "auto", self.limits, starts=self.starts)
-        except OptPipeError as error:
-            self._error = error

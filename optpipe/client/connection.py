@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optpipe.document import shown
-from optpipe.errors import InputError, Issue, ServiceError, needs_extra
+from optpipe.errors import InputError, Issue, ServiceError, needs_extra, shown
 
 if TYPE_CHECKING:
     import httpx

@@ -16,7 +16,8 @@ from optpipe.cluster.model import Model
 from optpipe.cluster.software import MEGATRON, Software
 from optpipe.cluster.strategy import Strategy
 from optpipe.layers import HostCopies, Layer, LayerProfile, Link, ParallelSizes
-from optpipe.partition import Partition, placement
+from optpipe.partition import Partition
+from optpipe.placement import placement
 
 
 def strategy_layers(

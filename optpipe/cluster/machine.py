@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from optpipe.cluster.strategy import Precision
-from optpipe.document import Document, read_toml, shown
+from optpipe.document import Document, read_toml
 from optpipe.document_kinds import MACHINE
-from optpipe.errors import InputError, Issue
+from optpipe.errors import InputError, Issue, shown
 from optpipe.fields import Bytes, Count, TimeUs, reject
 
 MAX_FILE_BYTES = 2**17

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.document import parse_json, read_bounded, refuse_kind, shown
+from optpipe.document import parse_json, read_bounded, refuse_kind
 from optpipe.document_kinds import TRANSFORMERS_CONFIG, kind_of_data
-from optpipe.errors import InputError, Issue
+from optpipe.errors import InputError, Issue, shown
 
 MAX_SIZE = 2**31
 """Largest number that a field of a configuration may have."""

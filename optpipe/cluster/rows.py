@@ -20,8 +20,8 @@ from optpipe.cluster.machine import known_names
 from optpipe.cluster.model import Model, named_models, read_model
 from optpipe.cluster.software import software_of
 from optpipe.cluster.strategy import Precision, Recompute, Sharding, Strategy, Vocabulary
-from optpipe.document import parse_json, read_bounded, shown
-from optpipe.errors import InputError, Issue
+from optpipe.document import parse_json, read_bounded
+from optpipe.errors import InputError, Issue, shown
 
 MAX_FILE_BYTES = 2**25
 MAX_VALUE = 10**9

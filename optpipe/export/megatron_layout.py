@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from optpipe.document import shown
-from optpipe.errors import InputError, Issue
+from optpipe.errors import InputError, Issue, shown
 from optpipe.layers import MAX_LAYERS, LayerProfile
 from optpipe.partition import Partition
 

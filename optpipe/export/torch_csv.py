@@ -29,9 +29,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optpipe.document import MOST_ISSUES, shown, utf8_text
+from optpipe.document import MOST_ISSUES, utf8_text
 from optpipe.document_kinds import TORCH_ACTION
-from optpipe.errors import InputError, Issue
+from optpipe.errors import InputError, Issue, shown
 from optpipe.fields import MAX_NAME
 from optpipe.kinds import CODE, INSIDE, KIND, KIND_OF_TORCH, KINDS, PLAIN_BACKWARD, codes
 from optpipe.ops import Op, OpArray, Orders

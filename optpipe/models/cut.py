@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from optpipe.document import parse_json, read_bounded, shown
-from optpipe.errors import InputError, Issue
+from optpipe.document import parse_json, read_bounded
+from optpipe.errors import InputError, Issue, shown
 
 MAX_CUT_BYTES = 2**24
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from optpipe.compile.program import Action
 from optpipe.errors import InputError, Issue, TrainingError
 from optpipe.files import write_atomically
-from optpipe.mode_names import IN_LOW_PRECISION, WITH_OFFLOAD, without_offload
+from optpipe.mode_names import IN_LOW_PRECISION, KEPT, OFFLOAD, WITH_OFFLOAD, without_offload
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.pipelining import fsdp
 from optpipe.pipelining.schedule import PlannedSchedule
@@ -30,7 +30,6 @@ from optpipe.runtime.recorder import Recorder as ActionRecorder
 from optpipe.runtime.trace_step import Clock, align_clocks
 from optpipe.runtime.weight_gradients import compiled_part, is_distributed
 from optpipe.schedule import Schedule
-from optpipe.stage import KEPT, OFFLOAD
 from optpipe.trace.observed import observed_schedule
 from optpipe.trace.record import Held, RankRecord, RecordedMemory, RecordedStage, RecordedStep, Timed
 

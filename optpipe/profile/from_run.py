@@ -16,11 +16,10 @@ from optpipe.compile import compile_schedule
 from optpipe.compile.memory import ReplicaMemory, planned_peaks_bytes
 from optpipe.errors import InputError, Issue
 from optpipe.kinds import BACKWARDS, COPIES, KINDS, LAST_BACKWARDS, PLAIN_BACKWARD, ROWS, covering
-from optpipe.mode_names import IN_LOW_PRECISION, WITH_OFFLOAD, without_offload
+from optpipe.mode_names import IN_LOW_PRECISION, OFFLOAD, WITH_OFFLOAD, without_offload
 from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.stage import OFFLOAD
 from optpipe.trace.record import Held, RankRecord, RecordedStage, Timed
 
 FIRST_BEFORE = {row.name: {kind for duty in row.duties if duty != "C" for kind in covering(duty)} for row in ROWS}

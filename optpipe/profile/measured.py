@@ -15,7 +15,15 @@ import torch
 
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
-from optpipe.mode_names import BLOCKS, IN_LOW_PRECISION, SELECTIVE, WITH_OFFLOAD, without_offload, without_shorthand
+from optpipe.mode_names import (
+    BLOCKS,
+    IN_LOW_PRECISION,
+    OFFLOAD,
+    SELECTIVE,
+    WITH_OFFLOAD,
+    without_offload,
+    without_shorthand,
+)
 from optpipe.problem import Problem
 from optpipe.profile.ops import (
     ClockName,
@@ -36,7 +44,6 @@ from optpipe.runtime.recomputation import blocks_of
 from optpipe.runtime.slices import sequence_length, takes_slices
 from optpipe.runtime.stage import Stage
 from optpipe.sequences import SliceBy, slice_lengths
-from optpipe.stage import OFFLOAD
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam, all in the parameter's precision."""

@@ -22,8 +22,8 @@ from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model
 from torchtitan.models.common.linear import Linear
 
 from optpipe.errors import TrainingError
-from optpipe.partition import devices_of_stages
 from optpipe.pipelining import OnlinePlanner, PlannedSchedule, Recorder, recording_schedule, solve_at_start
+from optpipe.placement import devices_of_stages
 from optpipe.runtime.weight_gradients import SplitLinear, WeightGradients, defer_weight_gradients, register_deferred
 from optpipe.schedule import Schedule
 

@@ -33,13 +33,12 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, ErrorDetails, to_jsonable_python
 
-from optpipe.document import read_toml, shown
+from optpipe.document import read_toml
 from optpipe.document_kinds import TRAINING_SETTINGS
-from optpipe.errors import InputError, Issue
-from optpipe.mode_names import parse_modes
-from optpipe.partition import devices_of_stages
+from optpipe.errors import InputError, Issue, shown
+from optpipe.mode_names import OFFLOAD, parse_modes
+from optpipe.placement import devices_of_stages
 from optpipe.schedule import Schedule
-from optpipe.stage import OFFLOAD
 
 if TYPE_CHECKING:
     import torch

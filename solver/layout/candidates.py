@@ -13,17 +13,8 @@ from math import inf
 from threading import Lock
 
 from optpipe.layers import LayerProfile
-from optpipe.partition import (
-    DEFAULT_PLACEMENTS,
-    Batching,
-    Partition,
-    build_problem,
-    name_with_cut,
-    parameter_bytes,
-    parse_placement,
-    placement,
-    placement_name,
-)
+from optpipe.partition import Batching, Partition, build_problem, name_with_cut, parameter_bytes
+from optpipe.placement import DEFAULT_PLACEMENTS, parse_placement, placement, placement_name
 from optpipe.problem import Objective, Problem
 from optpipe.sequences import SliceBy, model_times_us, require_attention, slice_lengths
 from solver.layout.cut_bounds import CutBounds

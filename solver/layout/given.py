@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from optpipe.layers import LayerProfile
-from optpipe.partition import Batching, Partition, build_problem, name_with_cut, parameter_bytes, placement_name
+from optpipe.partition import Batching, Partition, build_problem, name_with_cut, parameter_bytes
+from optpipe.placement import placement_name
 from solver.layout.candidates import Candidate, Search
 
 GIVEN = "given"

@@ -54,10 +54,9 @@ def is_concerned(page: Path, changed: Iterable[str]) -> bool:
 
 
 def _is_command(name: str) -> bool:
-    from optpipe.cli.app import app
+    from optpipe.cli.app import COMMANDS, GROUPS
 
-    groups = [str(group.name) for group in app.registered_groups]
-    return name in groups or name in [str(command.name) for command in app.registered_commands]
+    return name in GROUPS or name in COMMANDS
 
 
 def _commands(text: str) -> Sequence[Block]:

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from instances import INSTANCES
-from optpipe.cli.app import app
+from optpipe.cli.app import command_line
 from tests.docs.blocks import COMMANDS, OTHERS, ROOT, Block, blocks_of, pages, spans_of
 from tests.docs.changes import chosen_pages, is_concerned, name_of
 from tests.docs.session import PATIENCE_S, PROLOGUE, check_output, run_page
@@ -45,7 +45,7 @@ def test_a_command_within_a_sentence_is_a_name(page: Path) -> None:
 
 def check_names(place: str, words: list[str]) -> None:
     """Every word is a command, its option or a choice of that, a suite or an instance, or a placeholder in capitals."""
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(command_line())
     known: set[str] = {"..."}
     for word in words:
         if word in getattr(command, "commands", {}):

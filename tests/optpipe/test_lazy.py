@@ -45,6 +45,13 @@ def test_nothing_is_loaded_before_a_name_is_used() -> None:
     assert not HEAVY & loaded
 
 
+def test_help_loads_nothing_that_takes_long() -> None:
+    program = "import sys; from optpipe.cli.app import run; run(['--help']); print('after:', *sys.modules)"
+    shown, _, loaded = fresh(program).partition("after:")
+    assert "calibrate" in shown
+    assert not HEAVY & set(loaded.split())
+
+
 @pytest.mark.parametrize(
     "before",
     [

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from optpipe.document import shown
-from optpipe.errors import CheckpointError
+from optpipe.errors import CheckpointError, shown
 from optpipe.schedule import Schedule
 from optpipe.train.checkpoint.files import (
     FIRST_FORMAT,

@@ -15,7 +15,7 @@ from optpipe.assignment import Places
 from optpipe.compile import compile_schedule
 from optpipe.compile.memory import MessageBytes, memory_steps, planned_peaks_bytes
 from optpipe.errors import InputError, Issue, MethodError, NoSolutionError, RunFailedError, TrainingError
-from optpipe.mode_names import IN_LOW_PRECISION
+from optpipe.mode_names import IN_LOW_PRECISION, OFFLOAD
 from optpipe.problem import Floats, Objective, Problem
 from optpipe.profile.measured import Measured, measure, without_margin
 from optpipe.profile.ops import OnRound
@@ -23,7 +23,6 @@ from optpipe.profile.subject import Subject, build_chain, sampled
 from optpipe.runtime.stage import check_splits
 from optpipe.runtime.weight_gradients import compiled_part
 from optpipe.schedule import Schedule
-from optpipe.stage import OFFLOAD
 from optpipe.train.config import OnlineConfig, TrainingConfig
 from optpipe.train.launch import Launch
 from optpipe.train.lengths import SizeCosts, Sizes, typical

@@ -12,10 +12,11 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from optpipe.document import Document
+from optpipe.mode_names import KEPT, OFFLOAD
 from optpipe.ops import Op, Orders
 from optpipe.problem import DirectedTransfer, MicrobatchFactors, Problem
 from optpipe.simulate import Simulation, simulate
-from optpipe.stage import KEPT, OFFLOAD, Offload, SliceFactors, Stage
+from optpipe.stage import Offload, SliceFactors, Stage
 from solver.bounds.unit_order import MOST_ROOM_NODES
 from solver.build import orders_from_times
 from solver.exact.cp_sat.constraints import (

@@ -12,10 +12,10 @@ import highspy
 import numpy as np
 from scipy.sparse import csr_matrix
 
+from optpipe.mode_names import OFFLOAD
 from optpipe.ops import Bools, Floats, Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from optpipe.stage import OFFLOAD
 from solver.build import orders_from_times
 from solver.exact.incumbent import Incumbent
 from solver.exact.milp.constraints import (

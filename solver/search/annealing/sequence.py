@@ -33,11 +33,12 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.kinds import CODE, COPIES, ROWS, STREAM_OF_KIND, STREAMS, WHOLE_BACKWARD, codes, covering, kind_of
+from optpipe.mode_names import OFFLOAD
 from optpipe.ops import DeviceOrders, Floats, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation
-from optpipe.stage import OFFLOAD, Stage
+from optpipe.stage import Stage
 from optpipe.task_graph import lower
 from solver.scale import refuse_too_many_costs
 from solver.variants import Variant, variants

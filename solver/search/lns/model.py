@@ -14,9 +14,10 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from optpipe.memory import derive_waits
+from optpipe.mode_names import OFFLOAD
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.schedule import shared_channels
-from optpipe.stage import OFFLOAD, Mode, UnitStage
+from optpipe.stage import Mode, UnitStage
 from solver.exact.cp_sat.constraints import Held, held, hold_end, hold_start
 from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
 from solver.search.lns.neighbourhood import AFTER, BEFORE, INSIDE, NEVER, Frame, Surroundings, Window

@@ -16,10 +16,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.kinds import STREAMS
+from optpipe.mode_names import OFFLOAD
 from optpipe.ops import Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
-from optpipe.stage import OFFLOAD, Mode, Stage
+from optpipe.stage import Mode, Stage
 from solver.build import orders_from_times, within_budgets
 from solver.exact.rules import Edge, in_weight_order, rule_edges
 from solver.exact.ticks import TimeGrid

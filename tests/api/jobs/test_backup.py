@@ -25,7 +25,7 @@ from api.jobs.migrate import migrate
 from api.jobs.records import JobConfig
 from api.jobs.store import Store
 from api.settings import Settings
-from optpipe.cli.app import app
+from optpipe.cli.app import command_line
 from optpipe.errors import InputError
 from tests.api.harness import PROBLEM
 from tests.api.jobs.stand_in import StandIn
@@ -200,7 +200,10 @@ async def test_the_next_major_version(settings: Settings, folder: Path, tmp_path
     with pytest.raises(InputError, match=f"of PostgreSQL {older}.*database upgrade"), embedded_postgresql(folder):
         pass
     result = CliRunner().invoke(
-        app, ["database", "upgrade", "--json"], env={"OPTPIPE_DATA_FOLDER": str(folder)}, catch_exceptions=False
+        command_line(),
+        ["database", "upgrade", "--json"],
+        env={"OPTPIPE_DATA_FOLDER": str(folder)},
+        catch_exceptions=False,
     )
     assert json.loads(result.stdout) == {"before": older, "now": newer}
     with embedded_postgresql(folder) as url:
@@ -237,7 +240,7 @@ async def test_an_upgrade_that_fails_changes_nothing(
 def test_the_commands(settings: Settings, database_url: str, folder: Path, tmp_path: Path) -> None:
     def run(*arguments: str, folder: Path = folder) -> Any:
         environment = {"OPTPIPE_DATA_FOLDER": str(folder)}
-        return CliRunner().invoke(app, ["database", *arguments], env=environment)
+        return CliRunner().invoke(command_line(), ["database", *arguments], env=environment)
 
     file = str(tmp_path / "backup")
     done = run("backup", file, "--database-url", database_url, "--json")

@@ -17,7 +17,7 @@ from api.errors import NotFoundError
 from api.jobs.records import ApiKey, NewApiKey
 from api.jobs.store import Store
 from api.settings import Settings
-from optpipe.cli.app import app
+from optpipe.cli.app import command_line
 from tests.api.harness import at_once, body, client_of, listening, working
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ def test_the_last_use_is_noted(url: str, with_keys: Settings) -> None:
 
 def test_keys_of_the_command_line(database_url: str) -> None:
     def run(*arguments: str) -> Any:
-        result = CliRunner().invoke(app, ["keys", *arguments, "--database-url", database_url, "--json"])
+        result = CliRunner().invoke(command_line(), ["keys", *arguments, "--database-url", database_url, "--json"])
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)
 
@@ -141,7 +141,9 @@ def test_keys_of_the_command_line(database_url: str) -> None:
     assert (listed["me"]["scope"], listed["me"]["of"], listed["me"]["expires_at"]) == ("submit", own["id"], None)
     assert (listed["dashboard"]["scope"], listed["dashboard"]["of"]) == ("read", own["id"])
     assert listed["dashboard"]["expires_at"] == reader["expires_at"] is not None
-    result = CliRunner().invoke(app, ["keys", "create", "x", "--of", str(uuid4()), "--database-url", database_url])
+    result = CliRunner().invoke(
+        command_line(), ["keys", "create", "x", "--of", str(uuid4()), "--database-url", database_url]
+    )
     assert result.exit_code != 0
     assert "there is no key" in str(result.exception)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from optpipe.cli.app import app
+from optpipe.cli.app import COMMANDS, command_line
 from tests.optpipe.cli.conftest import Cli
-
-COMMANDS = [str(command.name) for command in app.registered_commands]
 
 
 @pytest.mark.parametrize("group", [(), ("keys",)])
@@ -27,5 +25,11 @@ def test_nothing_is_cut(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_paragraphs_are_broken_by_the_terminal_alone() -> None:
-    for command in app.registered_commands:
+    for command in command_line().registered_commands:
         assert not any("\n" in paragraph for paragraph in str(command.help).split("\n\n")), command.name
+
+
+def test_commands_are_listed_as_they_are_without_being_loaded() -> None:
+    listed, loaded = ([(c.name, c.help) for c in command_line(names).registered_commands] for names in ((), COMMANDS))
+    assert listed == loaded
+    assert all(text for _, text in listed)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from optpipe.cli.app import app
+from optpipe.cli.app import command_line
 from optpipe.compile import compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import InputError
@@ -75,7 +75,7 @@ def test_every_kind_of_op_has_its_time(run: Run) -> None:
 def test_the_command_writes_a_problem(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "problem.json"
     options = ["--from-run", str(run[0] / "kept"), "-o", str(path), "--memory", "16MiB", "--microbatches", "9"]
-    shown = CliRunner().invoke(app, ["profile", *options, "--json"])
+    shown = CliRunner().invoke(command_line(), ["profile", *options, "--json"])
     assert shown.exit_code == 0, shown.output
     problem = Problem.load(path)
     assert problem.microbatches == 9
@@ -89,15 +89,15 @@ def test_the_command_writes_a_problem(run: Run, tmp_path: Path) -> None:
     assert [mode.name for mode in problem.stages[0].modes] == ["full"], "its input is the batch: nothing is kept"
     for stage in problem.stages:
         assert all(mode.recompute_us > 0 and mode.segment_bytes for mode in stage.modes)
-    table = CliRunner().invoke(app, ["profile", *options, "--modes", "full"])
+    table = CliRunner().invoke(command_line(), ["profile", *options, "--modes", "full"])
     assert "gather" in table.output
     assert "stage 1, full: keeps 65,536 of" in table.output
     limited = Problem.load(path).stages[1]
     assert limited.offload is None
     assert [mode.name for mode in limited.modes] == ["full"]
-    unknown = CliRunner().invoke(app, ["profile", *options, "--modes", "selective"]).exception
+    unknown = CliRunner().invoke(command_line(), ["profile", *options, "--modes", "selective"]).exception
     assert "'selective', but the modes of the recorded run are offload, full, full+offload" in str(unknown)
-    too_small = CliRunner().invoke(app, ["profile", *options[:4], "--memory", "100KB"]).exception
+    too_small = CliRunner().invoke(command_line(), ["profile", *options[:4], "--memory", "100KB"]).exception
     assert isinstance(too_small, InputError)
     assert "Maybe shard more" in str(too_small)
 
@@ -105,7 +105,7 @@ def test_the_command_writes_a_problem(run: Run, tmp_path: Path) -> None:
 @pytest.mark.torchrun
 def test_a_recorded_run_is_compared_with_its_plan_and_says_what_collectives_take(run: Run, tmp_path: Path) -> None:
     written = tmp_path / "trace.json"
-    shown = CliRunner().invoke(app, ["trace", str(run[0] / "kept"), "--json", "-o", str(written)])
+    shown = CliRunner().invoke(command_line(), ["trace", str(run[0] / "kept"), "--json", "-o", str(written)])
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.output)
     recorded = join_records(load_records(run[0] / "kept"))
@@ -116,7 +116,7 @@ def test_a_recorded_run_is_compared_with_its_plan_and_says_what_collectives_take
         assert 0 < device["bubble"] < 1
         assert device["peak_bytes"] > 0
     assert Trace.load(written).schedule.method == "recording"
-    table = CliRunner().invoke(app, ["trace", str(written)])
+    table = CliRunner().invoke(command_line(), ["trace", str(written)])
     assert "in gathers of parameters and reductions of gradients" in " ".join(table.output.split())
 
 
@@ -174,12 +174,12 @@ def test_reducing_after_every_microbatch_leaves_more_memory(run: Run, tmp_path: 
     found = []
     for k, more in enumerate(([], ["--reduce-every", "1"], ["--reduce-every", "2"])):
         path = tmp_path / f"{k}.json"
-        assert CliRunner().invoke(app, ["profile", *options, *more, "-o", str(path)]).exit_code == 0
+        assert CliRunner().invoke(command_line(), ["profile", *options, *more, "-o", str(path)]).exit_code == 0
         found.append([device.memory_bytes for device in Problem.load(path).devices])
     assert found[2] == found[0], "several stages of a device may hold gradients at once"
     assert found[1] == [budget + 2 * 8416 * 4 for budget in found[0] if budget is not None]
     alone = ["profile", "--model", "tiny", "--devices", "2", "-o", str(tmp_path / "x.json"), "--reduce-every", "1"]
-    assert "--reduce-every has no meaning here" in str(CliRunner().invoke(app, alone).exception)
+    assert "--reduce-every has no meaning here" in str(CliRunner().invoke(command_line(), alone).exception)
 
 
 @pytest.mark.torchrun
@@ -193,7 +193,7 @@ def test_a_run_of_torchs_schedule_has_times_and_sizes(run: Run) -> None:
     assert problem.microbatches == 7
     assert all(stage.offload is None for stage in problem.stages), "nothing was moved, so nothing is known of it"
     assert all(stage.backward_input_us == stage.backward_weight_us > 0 for stage in problem.stages)
-    plain = CliRunner().invoke(app, ["trace", str(run[0] / "torch")]).exception
+    plain = CliRunner().invoke(command_line(), ["trace", str(run[0] / "torch")]).exception
     assert isinstance(plain, InputError)
     assert "has no planned schedule: torch's own ran" in str(plain)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from optpipe.cli.app import app
+from optpipe.cli.app import command_line
 from optpipe.errors import InputError
 from optpipe.simulate import simulate
 from optpipe.trace import Trace
@@ -42,7 +42,7 @@ def test_a_profile_of_torchs_classes(run_ranks: RunRanks, tmp_path: Path) -> Non
             assert 0 <= device.bubble < 1
     files = [str(tmp_path / f"gpipe{rank}.json") for rank in range(2)]
     written = tmp_path / "trace.json"
-    shown = CliRunner().invoke(app, ["trace", *files, "-o", str(written)])
+    shown = CliRunner().invoke(command_line(), ["trace", *files, "-o", str(written)])
     assert shown.exit_code == 0, shown.output
     assert "bubble" in shown.output
     assert Trace.load(written).schedule.method == "observed"
@@ -70,7 +70,7 @@ def test_a_better_order_of_what_was_observed(gpipe: list[Path]) -> None:
     assert [stage.forward_us for stage in trace.schedule.problem.stages] == [10, 10], "without the wait"
     assert [device.bubble for device in compare(trace).devices] == pytest.approx([1 - 60 / 90] * 2)
     assert [device.memory_bytes for device in trace.schedule.problem.devices] == [2, 2], "two in flight"
-    shown = CliRunner().invoke(app, ["trace", *map(str, gpipe), "--better", "2", "--json"])
+    shown = CliRunner().invoke(command_line(), ["trace", *map(str, gpipe), "--better", "2", "--json"])
     assert shown.exit_code == 0, shown.output
     better = json.loads(shown.stdout)["better"]
     assert better["in_use_us"] == 90
@@ -157,7 +157,7 @@ def test_megatrons_groups_may_be_larger_than_the_pipeline(tmp_path: Path) -> Non
         load_profiles(paths)
     trace = load_profiles(paths, chunks=2)
     assert [list(of.compute.ops) for of in trace.schedule.devices] == [list(of.compute) for of in orders.devices]
-    shown = CliRunner().invoke(app, ["trace", *map(str, paths), "--chunks", "2", "--better", "1", "--json"])
+    shown = CliRunner().invoke(command_line(), ["trace", *map(str, paths), "--chunks", "2", "--better", "1", "--json"])
     assert shown.exit_code == 0, shown.output
     assert json.loads(shown.stdout)["better"]["saved"] >= 0
     for wrong in ("4", "5"):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from optpipe.layers import LayerProfile
-from optpipe.partition import Batching, Partition, build_problem, parse_placement, placement
+from optpipe.partition import Batching, Partition, build_problem
+from optpipe.placement import parse_placement, placement
 from optpipe.problem import Problem
 from solver.layout import cuts
 from solver.layout.cut_bounds import CutBounds

@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 
 from optpipe.ops import Orders
-from optpipe.partition import parse_placement, placement
+from optpipe.placement import parse_placement, placement
 from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.build import build_schedule
