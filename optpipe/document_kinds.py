@@ -24,6 +24,7 @@ FORMATS = {
     "layers": DocumentKind("a layer profile", "Maybe run 'optpipe plan' on it."),
     "trace": DocumentKind("a measured step", "Maybe use 'optpipe trace', or give the schedule that it ran."),
     "record": DocumentKind("the record of one rank", "Maybe give its folder to 'optpipe trace'."),
+    "plan": DocumentKind("a plan", "Maybe write launch files of its folder with 'optpipe export'."),
     "suite": DocumentKind("a suite", "Maybe use 'optpipe bench'."),
 }
 """The program's own documents, by the name in their `format` (``optpipe.problem/1``)."""

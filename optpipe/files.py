@@ -30,6 +30,16 @@ def check_writable(path: Path) -> None:
         raise InputError([Issue("", "not_writable", f"cannot be written: {why}")], str(path))
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder that --output names, with those above it. Raises InputError where it cannot be one."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else str(error.strerror).lower()
+        detail = f"is {path}, which cannot be made a folder: {why}. Maybe name another one."
+        raise InputError([Issue("--output", "not_writable", detail)]) from None
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader finds the old content or the new, never a part. Text is written as UTF-8.
 

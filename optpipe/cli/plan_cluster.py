@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.cli.console import compile_once, ctrl_c_cancels, doing_long, print_json, stderr, stdout, table
 from optpipe.errors import InputError, Issue, shown
-from optpipe.files import check_writable, write_atomically
+from optpipe.files import check_writable, make_folder, write_atomically
 from optpipe.units import share_text
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ SHOWN, FIRST = 12, 5
 MOST_RATED = 50
 """Most beaten strategies that are rated to say what one of them loses."""
 GIB = 2**30
+PLAN_FILES = ("plan.json", "schedule.json", "layers.json")
+"""Files of the folder of a plan; the last two where its best strategy was cut and scheduled."""
 CHOICES: Mapping[str, Sequence[str]] = {
     "precision": ("bf16", "fp8", "fp4"),
     "sharding": ("none", "optimizer", "fsdp"),
@@ -58,8 +60,9 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     fixed = {name: _values(name, text) for name, text in question.fixed.items() if text is not None}
     wanted = _degrees(question.why) if question.why else None
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        check_writable(output / "plan.json")
+        make_folder(output)
+        for name in PLAN_FILES:
+            check_writable(output / name)
     job = Job(
         load_model(question.model),
         Machine.load(question.machine),
@@ -74,7 +77,8 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
         first = plan.ratings[0]
         if not plan.solved and not as_json:
             stderr().print(_table(plan, FIRST))
-        stderr().print(f"{len(plan.ratings):,} strategies rated; fastest {first.name}: {first.seconds:.2f} s")
+        fastest = f"fastest {first.name}: {first.seconds:.2f} s" if first.end == "solved" else "none fits"
+        stderr().print(f"{len(plan.ratings):,} strategies rated; {fastest}")
 
     what = f"planning {job.model.name} on {question.gpus:,} GPUs for up to {time_limit:g} s"
     with doing_long(what), ctrl_c_cancels(limits.cancel):
@@ -140,12 +144,17 @@ def _matches(strategy: Strategy, wanted: Mapping[str, str]) -> bool:
 
 
 def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
+    """Write the files of a plan; those that an earlier plan left there, and this one has not, go."""
     from optpipe.schedule import schedule_text
 
-    write_atomically(folder / "plan.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
+    texts = {"plan.json": json.dumps(document, indent=1, allow_nan=False) + "\n"}
     if (best := plan.best_solved) is not None:
-        write_atomically(folder / "schedule.json", schedule_text(best.schedule))
-        write_atomically(folder / "layers.json", best.layers.to_json())
+        texts |= {"schedule.json": schedule_text(best.schedule), "layers.json": best.layers.to_json()}
+    for name in PLAN_FILES:
+        if name in texts:
+            write_atomically(folder / name, texts[name])
+        else:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _print(plan: Plan, output: Path | None) -> None:
@@ -174,7 +183,7 @@ def _print(plan: Plan, output: Path | None) -> None:
     for sentence in plan.job.model.assumptions:
         console.print(sentence)
     if output is not None:
-        console.print(f"wrote {output}/plan.json" + (", schedule.json, layers.json" if plan.solved else ""))
+        console.print(f"wrote {output}/plan.json" + (", schedule.json, layers.json" if plan.best_solved else ""))
 
 
 def _table(plan: Plan, most: int) -> Table:

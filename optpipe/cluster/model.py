@@ -9,7 +9,7 @@ fields is read as a llama, and `Model.assumptions` says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from itertools import groupby
@@ -109,6 +109,8 @@ class Model:
     inputs in front of it."""
     assumptions: tuple[str, ...] = ()
     """Sentences about what the configuration left open."""
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The fields that were read, for trainers that build the model from them."""
 
     @property
     def parameters(self) -> int:
@@ -407,6 +409,7 @@ class _Reader:
             predicted_tokens=predicted,
             prediction_parameters=prediction,
             assumptions=tuple(self.assumptions),
+            config=fields.config,
         )
 
     def _layer(self, index: int) -> Layer:

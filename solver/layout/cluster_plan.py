@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
 from optpipe.cluster.costs import CostModel, work
-from optpipe.cluster.layers import strategy_layers
+from optpipe.cluster.layers import strategy_layers, strategy_partition
 from optpipe.cluster.strategy import Strategy
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
+from optpipe.partition import Kind, Partition
+from optpipe.placement import placement_name
 from optpipe.schedule import Schedule
 from solver.layout.candidates import Search, candidates
 from solver.layout.fitting import Job
 from solver.layout.ranking import Judged, rank
 from solver.layout.strategies import AXES, FIELDS, Fixed, Rated, Rater, rate_all
 from solver.limits import Limits
+from solver.trainer_settings import Setting, nearest_settings
 
 MOST_SOLVED = 3
 """Most families that are cut and scheduled: each has a part of the time."""
@@ -44,9 +49,35 @@ class Solved:
         return self.judged.schedule
 
     @property
+    def layout(self) -> Partition:
+        """Its cut and placement."""
+        assert self.judged.candidate.layout is not None, "a schedule has a layout"
+        return self.judged.candidate.layout
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that was rated, with the stages that were found."""
+        sizes = list(self.layout.sizes)
+        sizes[0] -= 1  # the embedding
+        sizes[-1] -= 1  # the head
+        virtual = len(sizes) // self.rated.strategy.pipeline
+        name = "zb-v" if self.judged.candidate.placement == "v" else "interleaved-1f1b" if virtual > 1 else "1f1b"
+        recompute = self.rated.strategy.recompute if self.judged.recomputed else "none"
+        return replace(
+            self.rated.strategy, virtual=virtual, stage_layers=tuple(sizes), schedule=name, recompute=recompute
+        )
+
+    @property
     def seconds(self) -> float:
         """Predicted seconds of a step."""
         return self.judged.value_us / 1e6 + self.added_s
+
+    @cached_property
+    def in_1f1b(self) -> Setting | None:
+        """Settings of trainers that run 1F1B or interleaved 1F1B, on this cut; None where stages are on a V."""
+        with suppress(InputError):
+            return nearest_settings(self.schedule, "megatron")[0]
+        return None
 
 
 @dataclass(frozen=True)
@@ -75,8 +106,8 @@ class Plan:
 
     @property
     def best_solved(self) -> Solved | None:
-        """The fastest of what was cut and scheduled."""
-        return min(self.solved, key=lambda one: one.seconds, default=None)
+        """The strategy to take as it was cut and scheduled; None where it has a published schedule alone."""
+        return next((one for one in self.solved if one.strategy == self.best.strategy), None)
 
     def tokens_per_s(self, seconds: float) -> float:
         """Tokens a second and GPU."""
@@ -103,12 +134,14 @@ class Plan:
             if number < SHOWN_WORK and one.work is not None:
                 entry["lost_s"] = rater.lost_s(one)
             strategies.append(entry)
-        best = self.best
         return {
             "format": "optpipe.plan/1",
             "model": job.model.name,
+            "config": dict(job.model.config),
             "parameters": job.model.parameters,
             "machine": job.machine.name,
+            "gpus_per_node": job.machine.facts.gpus_per_node,
+            "device_memory_bytes": job.machine.facts.memory_bytes,
             "gpus": self.gpus,
             "sequence": job.sequence,
             "global_batch": job.global_batch,
@@ -116,27 +149,61 @@ class Plan:
             "fixed": {name: sorted(map(str, values)) for name, values in self.fixed.items()},
             "assumptions": list(job.model.assumptions),
             "error": self.error,
-            "best": {
-                **{axis: getattr(best.strategy, FIELDS[axis]) for axis in AXES},
-                "seconds": best.seconds,
-                "bound_s": min(one.bound_s for one in self.ratings),
-                "tokens_per_s_per_gpu": self.tokens_per_s(best.seconds),
-                "utilization": self.utilization(best.seconds),
-                "ranks": [vars(held) for held in job.held(best.strategy)],
-            },
+            "best": self._taken() if self.best.end == "solved" else None,
             "solved": [
                 {
-                    **{axis: getattr(one.rated.strategy, FIELDS[axis]) for axis in AXES if axis != "vpp"},
+                    **{axis: getattr(one.strategy, FIELDS[axis]) for axis in AXES},
                     "seconds": one.seconds,
                     "pipeline_us": one.judged.value_us,
                     "bound_us": one.judged.bound_us,
                     "placement": one.judged.candidate.placement,
-                    "cut": list(one.judged.candidate.layout.sizes) if one.judged.candidate.layout else [],
+                    "cut": list(one.layout.sizes),
                     "method": one.schedule.method,
                 }
                 for one in self.solved
             ],
             "strategies": strategies,
+        }
+
+    def _taken(self) -> dict[str, Any]:
+        """The strategy to take, with what a trainer needs to be started."""
+        best, found = self.best, self.best_solved
+        strategy, rated = best.strategy, found.rated if found else best
+        kind: Kind = "v" if strategy.is_v_shaped else "interleaved" if strategy.virtual > 1 else "linear"
+        entry: dict[str, Any] = {name: getattr(strategy, field) for name, field in FIELDS.items()}
+        entry |= {
+            "seconds": best.seconds,
+            "bound_s": min(one.bound_s for one in self.ratings),
+            "tokens_per_s_per_gpu": self.tokens_per_s(best.seconds),
+            "utilization": self.utilization(best.seconds),
+            "ranks": _ranks(self.job, strategy, found.schedule if found else None),
+            "placement": placement_name(kind, strategy.virtual),
+            "cut": list(strategy_partition(self.job.model, strategy).sizes),
+            "published": {
+                "schedule": rated.strategy.schedule,
+                "vpp": rated.strategy.virtual,
+                "cut": list(strategy_partition(self.job.model, rated.strategy).sizes),
+                "recompute": rated.strategy.recompute,
+                "seconds": rated.seconds,
+            },
+        }
+        if found is None:
+            return entry | {"schedule_file": None}
+        in_1f1b = found.in_1f1b
+        return entry | {
+            "schedule": found.schedule.method,
+            "schedule_file": "schedule.json",
+            "activations": {
+                "all": strategy.stages * strategy.microbatches(self.job.global_batch),
+                "offloaded": sum(len(device.offload) for device in found.schedule.devices),
+                "recomputed": found.judged.recomputed,
+            },
+            "in_1f1b": in_1f1b
+            and {
+                "activations": in_1f1b.mode,
+                "seconds": in_1f1b.value_us / 1e6 + found.added_s,
+                "short_bytes": in_1f1b.short_bytes,
+            },
         }
 
 
@@ -157,9 +224,7 @@ def plan_cluster(
     `prepare` is called before the first family is solved; the time that it takes does not count. Raises InputError
     where no strategy is legal.
     """
-    ratings: list[Rated] = []
-    for group in rate_all(job, gpus, fixed):
-        ratings += group
+    ratings = [one for group in rate_all(job, gpus, fixed) for one in group]
     if not ratings:
         detail = (
             f"has no legal strategy on {gpus} GPUs with what is fixed. Maybe fix fewer options, or see `optpipe fits`."
@@ -173,15 +238,19 @@ def plan_cluster(
     began = time.perf_counter()
     prepare()
     limits = replace(limits, time_limit_s=limits.time_limit_s + time.perf_counter() - began)
-    for number, one in enumerate(_families(ratings)):
+    tried: set[Strategy] = set()
+    for number in range(MOST_SOLVED):
         left_s = limits.time_left_s
-        if left_s < LEAST_S or limits.cancel.requested:
+        one = next(
+            (one for one in (plan.best, *plan.ratings) if one.end == "solved" and _family(one) not in tried), None
+        )
+        if one is None or left_s < LEAST_S or limits.cancel.requested:
             break
+        tried.add(_family(one))
         share = replace(limits, time_limit_s=left_s / (MOST_SOLVED - number), began=time.perf_counter())
         found = solve_family(job, one, share)
         if found is not None:
-            ratings = sorted((_with(rating, found) for rating in plan.ratings), key=_order)
-            plan = replace(plan, ratings=ratings, solved=[*plan.solved, found])
+            plan = replace(plan, ratings=_with(job, plan.ratings, found), solved=[*plan.solved, found])
             on_plan(plan)
     return plan
 
@@ -190,21 +259,33 @@ def _order(one: Rated) -> tuple[float, int, float]:
     return one.seconds, one.axes, one.bound_s
 
 
-def _families(ratings: Sequence[Rated]) -> list[Rated]:
-    """The best rating of each of the best families."""
-    best: dict[Strategy, Rated] = {}
-    for one in ratings:
-        if one.end == "solved":
-            best.setdefault(replace(one.strategy, virtual=1, schedule="1f1b", recompute="none"), one)
-    return list(best.values())[:MOST_SOLVED]
+def _family(one: Rated) -> Strategy:
+    """What a rating shares with all ratings of its family."""
+    return replace(one.strategy, virtual=1, stage_layers=(), schedule="1f1b", recompute="none")
 
 
-def _with(rating: Rated, found: Solved) -> Rated:
-    """The rating with what was found for it, where that is better."""
-    if rating.strategy != found.rated.strategy or found.seconds >= rating.seconds:
-        return rating
+def _with(job: Job, ratings: Iterable[Rated], found: Solved) -> list[Rated]:
+    """Ratings with what was found in place of the published schedule of as many stages, if it is faster."""
+    rated, strategy = found.rated, found.strategy
     reason = f"{found.schedule.method}, {found.judged.candidate.placement}, {found.judged.candidate.cut} cut"
-    return replace(rating, seconds=found.seconds, reason=reason)
+    memory_bytes = max(sum(kinds.values()) for kinds in _ranks(job, strategy, found.schedule))
+    better = replace(rated, strategy=strategy, seconds=found.seconds, memory_bytes=memory_bytes, reason=reason)
+    same = {one for one in ratings if (_family(one), one.strategy.virtual) == (_family(rated), strategy.virtual)}
+    if any(one.seconds <= found.seconds for one in same):
+        return list(ratings)
+    return sorted([*(one for one in ratings if one not in same), better], key=_order)
+
+
+def _ranks(job: Job, strategy: Strategy, schedule: Schedule | None) -> list[dict[str, float]]:
+    """Bytes by kind on each device of the pipeline, under a schedule or a published one in closed form."""
+    ranks = []
+    for device, held in enumerate(job.held(strategy)):
+        kinds = vars(held)
+        if schedule is not None:
+            kinds |= {"activations": schedule.devices[device].peak_bytes_any_timing, "logits": 0.0, "transient": 0.0}
+        fragments = sum(kinds.values()) * (job.software.reserved - 1)
+        ranks.append(kinds | {"fragments": fragments, "context": job.software.context_bytes})
+    return ranks
 
 
 def solve_family(job: Job, rated: Rated, limits: Limits) -> Solved | None:
