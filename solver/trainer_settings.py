@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from optpipe.errors import DeadlockError, InputError, Issue, MethodError
+from optpipe.export.launch.megatron import OFFLOAD_MODULES
 from optpipe.export.megatron_layout import layout_text, parse_layout
 from optpipe.mode_names import KEPT, OFFLOAD, SELECTIVE, parse_recomputed
 from optpipe.ops import DeviceOrders, Op, Orders
@@ -40,9 +41,6 @@ MEGATRON_MODULES = {
     "shared_experts": "shared_experts",
 }
 """Parts of a block whose recomputation Megatron-LM can switch on, by the names that modes give them."""
-
-MEGATRON_OFFLOAD = "attn_norm qkv_linear core_attn attn_proj mlp_norm"
-"""Modules of a dense layer whose inputs Megatron-LM can offload: together nearly all of an activation."""
 
 LEAD = 1.0
 """Reload times before its backward at which an activation comes back: Megatron-LM fetches one layer ahead."""
@@ -119,7 +117,7 @@ def _megatron(problem: Problem) -> Iterator[tuple[list[str], str]]:
     """Flags of Megatron-LM, each with the mode that holds activations so."""
     full = "--recompute-granularity full"
     yield [], KEPT
-    yield ["--fine-grained-activation-offloading", f"--offload-modules {MEGATRON_OFFLOAD}"], OFFLOAD
+    yield ["--fine-grained-activation-offloading", f"--offload-modules {' '.join(OFFLOAD_MODULES)}"], OFFLOAD
     for name in _common_modes(problem):
         recomputed = parse_recomputed(name)
         if recomputed is None or name.endswith("+offload"):

@@ -14,9 +14,11 @@ import typer
 
 from optpipe.cli.console import AsJson, compile_once, doing_long, print_json, stderr, stdout, table
 from optpipe.cli.documents import ProblemOfCsv, load_schedule, load_schedule_or
+from optpipe.document import read_document
 from optpipe.errors import InputError, Issue
 from optpipe.export import EXPORTERS, Exported, exporter
-from optpipe.files import check_writable, write_atomically
+from optpipe.export.launch import TRAINERS, launch_files
+from optpipe.files import check_writable, make_folder, write_atomically
 from optpipe.mode_names import FULL, OFFLOAD
 from optpipe.units import share_text, us_text
 
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
     from solver.trainer_settings import Setting, Trainer
+
+
+PLAN_FILE, SCHEDULE_FILE = "plan.json", "schedule.json"
+MAX_PLAN_BYTES = 2**26
+"""Most that is read of a plan: a strategy takes about 400 bytes, and there are at most some ten thousand."""
 
 
 def _export_model(stated: Problem | Schedule, form: Literal["lp", "mps"]) -> Exported:
@@ -116,8 +123,44 @@ _WRITTEN = {name: one for name, one in EXPORTERS.items() if not one.picture}
 if TYPE_CHECKING:
     Format = StrEnum  # type checkers know no enum that is made from data
 else:
-    Format = StrEnum("Format", [(name, name) for name in _WRITTEN])
+    Format = StrEnum("Format", [(name, name) for name in dict.fromkeys((*_WRITTEN, *TRAINERS))])
 """Export formats."""
+
+
+def _launch(folder: Path, trainer: str, output: Path, as_json: bool) -> int:
+    """Write the files that start a plan in a trainer."""
+    from optpipe.schedule import Schedule, schedule_text
+
+    if trainer not in TRAINERS:
+        detail = f"is {trainer}, which takes a schedule, but {folder} is a plan. Maybe {folder / SCHEDULE_FILE}."
+        raise InputError([Issue("--to", "other_document", detail)])
+    plan = folder / PLAN_FILE
+    launched = launch_files(read_document(plan, MAX_PLAN_BYTES, "plan"), trainer, str(plan))
+    files = dict(launched.files)
+    if launched.runs_schedule:
+        files[SCHEDULE_FILE] = schedule_text(Schedule.load(folder / SCHEDULE_FILE))
+    make_folder(output)
+    for name in files:
+        check_writable(output / name)
+    for name, text in files.items():
+        write_atomically(output / name, text)
+    if as_json:
+        print_json(
+            {
+                "output": str(output),
+                "to": trainer,
+                "files": [*files],
+                "lost": [*launched.lost],
+                "seconds": launched.seconds,
+            }
+        )
+        return 0
+    for sentence in launched.lost:
+        stdout().print(f"lost: {sentence}")
+    stdout().print(
+        f"predicted {launched.seconds:.3g} s a step; wrote {', '.join(str(output / name) for name in files)}"
+    )
+    return 0
 
 
 def command(
@@ -125,8 +168,9 @@ def command(
         Path,
         typer.Argument(
             help="A schedule (optpipe.schedule/1) or a schedule CSV of torch; for chrome-trace also a measured step "
-            "(optpipe.trace/1), for lp and mps also a problem (optpipe.problem/1).",
-            metavar="FILE.json",
+            "(optpipe.trace/1), for lp and mps also a problem (optpipe.problem/1). For launch files the folder of a "
+            "plan (`optpipe plan MODEL --gpus N -o DIR`).",
+            metavar="FILE.json|DIR",
         ),
     ],
     to: Annotated[
@@ -136,10 +180,11 @@ def command(
             help=" ".join(
                 f"{', '.join(one.name for one in several)}: {use}."
                 for use, several in groupby(_WRITTEN.values(), lambda one: one.use)
-            ),
+            )
+            + f" Of a plan, the files that start it: {', '.join(TRAINERS)}.",
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Output file.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Output file; the folder of launch files.")],
     drop_offload: Annotated[
         bool,
         typer.Option(
@@ -151,10 +196,22 @@ def command(
     problem: ProblemOfCsv = None,
     as_json: AsJson = False,
 ) -> int:
-    """Export a schedule, a measured step, or the mixed-integer model of a problem to the format of another tool."""
+    """Export a schedule, a measured step, or the mixed-integer model of a problem to the format of another tool.
+
+    Of a plan, write the files that start it in a trainer.
+    """
     from optpipe.problem import Problem
     from optpipe.trace import Trace
 
+    if document.is_dir() or document.name == PLAN_FILE:
+        for option, given in (("--drop-offload", drop_offload), ("--problem", problem is not None)):
+            if given:
+                detail = f"has no meaning with a plan, which {document} is. Maybe leave it out."
+                raise InputError([Issue(option, "meaningless", detail)])
+        return _launch(document if document.is_dir() else document.parent, to, output, as_json)
+    if to not in EXPORTERS:
+        detail = f"is {to}, which takes the folder of a plan, but {document} is none. Maybe optpipe plan MODEL -o DIR."
+        raise InputError([Issue("--to", "other_document", detail)])
     others: dict[str, type[Document]] = {"trace": Trace, "problem": Problem}
     chosen = EXPORTERS[to]
     if drop_offload and "drop_offload" not in chosen.options:

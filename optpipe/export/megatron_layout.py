@@ -82,14 +82,18 @@ def partition_of_layout(text: str, profile: LayerProfile, devices: int, field: s
     return Partition(tuple(sizes), tuple(s % devices for s in range(len(stages))))
 
 
-def layout_text(sizes: Sequence[int], *, has_embedding: bool = True, has_head: bool = True) -> str:
-    """Layout of stages with so many layers, of which the first is the embedding and the last the head if they exist."""
+def layout_text(sizes: Sequence[int], *, has_embedding: bool = True, has_head: bool = True, predicted: int = 0) -> str:
+    """Layout of stages with so many layers, of which the first is the embedding and the last the head if they exist.
+
+    `predicted`: layers of multi-token prediction in front of the loss, which count as the head.
+    """
     letters = "E" * has_embedding + "t" * (sum(sizes) - has_embedding - has_head) + "L" * has_head
     stages, begin = [], 0
     for size in sizes:
         stages.append(letters[begin : begin + size])
         begin += size
     stages[0], stages[-1] = "E" * (not has_embedding) + stages[0], stages[-1] + "L" * (not has_head)
+    stages[-1] = stages[-1].replace("L", "m" * predicted + "L")
     return _shortened(stages)
 
 

@@ -22,6 +22,39 @@ def test_a_plan_is_a_folder(cli: Cli, tmp_path: Path) -> None:
     assert plan["best"]["pp"] == 4
     assert Schedule.load(folder / "schedule.json").problem.devices
     assert LayerProfile.load(folder / "layers.json").parallel.data * 4 <= 16
+    run = cli("export", folder, "--to", "torchtitan", "-o", tmp_path / "new" / "run", "--json")
+    assert run.document["files"] == ["launch.sh", "optpipe_plan.py", "schedule.json"]
+    assert (tmp_path / "new/run/schedule.json").read_bytes() == (folder / "schedule.json").read_bytes()
+    run = cli("export", folder / "plan.json", "--to", "megatron", "-o", tmp_path / "run")
+    assert (run.code, f"wrote {tmp_path / 'run' / 'launch.sh'}" in run.out) == (0, True)
+    cli("plan", "llama-3.1-405b", "--gpus", 8, "--global-batch", 8, "--time-limit", 1, "-o", folder)
+    assert [path.name for path in folder.iterdir()] == ["plan.json"], "nothing of the earlier plan is left"
+    run = cli("export", folder, "--to", "bridge", "-o", tmp_path / "run")
+    assert (run.code, "best is null: no strategy of this plan fits. Maybe plan for more GPUs." in run.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("export", "plan", "--to", "torch-csv"),
+            "--to is torch-csv, which takes a schedule, but plan is a plan. Maybe",
+        ),
+        (("export", "plan", "--to", "megatron", "--drop-offload"), "--drop-offload has no meaning with a plan"),
+        (("export", "plan/schedule.json", "--to", "bridge"), "--to is bridge, which takes the folder of a plan, but"),
+        (("export", "empty", "--to", "bridge"), "cannot be read: No such file or directory"),
+        (("plan", *JOB), "--output is out, which cannot be made a folder: it is a file. Maybe name another one."),
+    ],
+)
+def test_folders_that_are_none(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "out").touch()
+    run = cli(*arguments, "-o", "out")
+    assert (run.code, message in run.err) == (2, True), run.err
 
 
 def test_what_a_strategy_loses(cli: Cli) -> None:

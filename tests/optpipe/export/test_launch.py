@@ -1,0 +1,268 @@
+"""Launch files: every trainer gets the plan's own sizes, cut and settings, or says why it cannot run the plan."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from optpipe.cluster.machine import named_machines
+from optpipe.cluster.model import load_model, named_models, read_model
+from optpipe.cluster.software import MEGATRON
+from optpipe.errors import InputError
+from optpipe.export.launch import TRAINERS, LaunchFiles, launch_files
+from optpipe.export.launch.megatron import group_size
+from optpipe.export.launch.reading import Launch
+from solver.layout.cluster_plan import plan_cluster
+from solver.layout.fitting import Job
+from solver.limits import Limits
+
+Plan = dict[str, Any]
+
+
+def planned(model: str = "llama-3.1-8b", gpus: int = 16, machine: str = "h100", **fixed: object) -> Plan:
+    """A plan by closed forms alone."""
+    job = Job(load_model(model), named_machines()[machine], 2048, 256, MEGATRON)
+    return plan_cluster(job, gpus, {name: [value] for name, value in fixed.items()}, Limits(0)).document()
+
+
+def scheduled(plan: Plan, cut: list[int], placement: str = "interleaved-2", **in_1f1b: object) -> Plan:
+    """The plan with a schedule of two chunks a device that was searched."""
+    best = deepcopy(plan["best"]) | {"schedule": "ada-offload", "schedule_file": "schedule.json", "cut": cut}
+    best |= {"placement": placement, "vpp": len(cut) // best["pp"], "seconds": best["published"]["seconds"] * 0.9}
+    best["activations"] = {"all": 128, "offloaded": 9, "recomputed": 7}
+    fixed = {"activations": "kept", "seconds": best["seconds"] * 1.05, "short_bytes": 0} | in_1f1b
+    return plan | {"best": best | {"in_1f1b": None if placement == "v" else fixed}}
+
+
+UNEVEN = [1, 6, 5, 4, 5, 5, 7, 1]  # the embedding alone, the head alone
+LLAMA = planned(pp=4, tp=2, cp=2, dp=1, vpp=2, microbatch_size=2, recompute="full")
+SEARCHED = scheduled(LLAMA, UNEVEN)
+EXPERTS = planned("deepseek-v3", 256, "b200", pp=8, ep=32, tp=1, cp=1, vpp=1, microbatch_size=1)
+
+
+def arguments(launched: LaunchFiles) -> dict[str, list[str]]:
+    """Flags of Megatron-LM with their values."""
+    text = launched.files["launch.sh"].partition('pretrain_gpt.py"')[2].replace("\\\n", " ").replace('"$@"', "")
+    found: dict[str, list[str]] = {}
+    for word in shlex.split(text):
+        if word.startswith("--"):
+            values = found.setdefault(word, [])
+        else:
+            values.append(word)
+    return found
+
+
+@pytest.fixture(scope="module")
+def layout_class() -> Iterator[Any]:
+    """Megatron-Core's own reader of layouts, without the rest of it, which imports torch and much else."""
+    root = find_spec("megatron")
+    assert root is not None, "megatron-core is not installed. Maybe make setup."
+    core = next(Path(path) / "core" for path in root.submodule_search_locations or () if (Path(path) / "core").is_dir())
+    names = ["megatron", "megatron.core", "megatron.core.transformer", "megatron.core.parallel_state"]
+    before = {name: sys.modules.get(name) for name in names}
+    for name in names:
+        sys.modules[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
+    vars(sys.modules["megatron.core"])["parallel_state"] = sys.modules["megatron.core.parallel_state"]
+
+    def load(name: str) -> ModuleType:
+        spec = spec_from_file_location(f"megatron.core.transformer.{name}", core / "transformer" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    load("enums")
+    yield load("pipeline_parallel_layer_layout").PipelineParallelLayerLayout
+    for name, module in before.items():
+        if module is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = module
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [LLAMA, SEARCHED, scheduled(LLAMA, [2, 3, 4, 5, 6, 5, 5, 4]), EXPERTS],
+    ids=["even", "ends alone", "uneven", "with predicted tokens"],
+)
+def test_megatron_core_reads_the_cut_from_the_layout(layout_class: Any, plan: Plan) -> None:
+    best, model = plan["best"], read_model(plan["config"])
+    text = arguments(launch_files(plan, "megatron"))["--pipeline-model-parallel-layout"][0]
+    layout = layout_class(text, best["pp"])
+    layout.validate_layer_layout(len(model.layers), model.predicted_tokens or None)
+    stages = [layout.layout[s % best["pp"]][s // best["pp"]] for s in range(len(best["cut"]))]
+    sizes = [sum(layer.name != "mtp" for layer in stage) for stage in stages]
+    assert sizes == best["cut"]
+    assert layout.virtual_pipeline_model_parallel_size == best["vpp"]
+    bridge = launch_files(plan, "bridge").files["pretrain.py"]
+    assert f"model.pipeline_model_parallel_layout = {text!r}" in bridge
+
+
+def test_megatron_gets_all_sizes() -> None:
+    flags = arguments(launch_files(SEARCHED, "megatron"))
+    expected = {
+        "--tensor-model-parallel-size": "2",
+        "--context-parallel-size": "2",
+        "--pipeline-model-parallel-size": "4",
+        "--micro-batch-size": "2",
+        "--global-batch-size": "256",
+        "--seq-length": "2048",
+        "--num-layers": "32",
+        "--hidden-size": "4096",
+        "--num-query-groups": "8",
+        "--vocab-size": "128256",
+    }
+    assert {name: flags[name][0] for name in expected} == expected
+    assert {"--sequence-parallel", "--use-distributed-optimizer", "--bf16", "--swiglu"} <= flags.keys()
+    assert not {"--recompute-granularity", "--num-experts", "--expert-model-parallel-size"} & flags.keys()
+    full = arguments(launch_files(LLAMA, "megatron"))
+    assert (full["--recompute-granularity"], full["--recompute-num-layers"]) == (["full"], ["1"])
+    experts = arguments(launch_files(EXPERTS, "megatron"))
+    assert (experts["--expert-model-parallel-size"], experts["--mtp-num-layers"]) == (["32"], ["1"])
+    assert experts["--moe-layer-freq"] == ["([0]*3+[1]*58)"]
+
+
+def test_offload_is_set_where_the_trainer_has_it() -> None:
+    plan = scheduled(LLAMA, UNEVEN, activations="offload")
+    assert arguments(launch_files(plan, "megatron"))["--offload-modules"][0] == "attn_norm"
+    lost = " ".join(launch_files(plan, "automodel").lost)
+    assert "it needs offload in this order" in lost
+    assert "all are recomputed; of 128 the plan offloads 9 and recomputes 7" in lost
+
+
+def test_what_does_not_fit_is_cut_as_published() -> None:
+    launched = launch_files(scheduled(LLAMA, UNEVEN, short_bytes=3 * 2**30), "megatron")
+    assert arguments(launched)["--pipeline-model-parallel-layout"] == ["Et*4|(t*4|)*6t*4L"]
+    assert any("a device lacks 3.00 GiB with it in this order" in sentence for sentence in launched.lost)
+    assert launched.seconds == LLAMA["best"]["published"]["seconds"]
+    header = re.sub(r"\n# +", " ", launched.files["launch.sh"])
+    assert all(sentence in header for sentence in launched.lost)
+
+
+def test_torchtitan_runs_the_schedule() -> None:
+    launched = launch_files(scheduled(LLAMA, [5, 5, 4, 4, 4, 4, 4, 4], "v"), "torchtitan")
+    assert (launched.runs_schedule, launched.seconds) == (True, LLAMA["best"]["published"]["seconds"] * 0.9)
+    program = launched.files["optpipe_plan.py"]
+    assert "with_planned_schedule(llama3_8b())" in program
+    values = {
+        target.attr: node.value
+        for node in ast.walk(ast.parse(program))
+        if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute)
+    }
+    parts = ast.literal_eval(values["module_fqns_per_model_part"])
+    assert [len(part) for part in parts] == [5, 5, 4, 4, 4, 4, 4, 5]  # and the last norm
+    assert [module for part in parts for module in part] == [
+        "tok_embeddings",
+        *(f"layers.{k}" for k in range(32)),
+        "norm",
+        "lm_head",
+    ]
+    assert ast.literal_eval(values["local_batch_size"]) == 256
+    assert ast.literal_eval(values["pipeline_parallel_schedule"]) == "ZBVZeroBubble"
+    assert ast.literal_eval(values["activation_checkpoint"]) is None
+    without = launch_files(LLAMA, "torchtitan")
+    assert "config.activation_checkpoint = FullAC.Config()" in without.files["optpipe_plan.py"]
+    assert not without.runs_schedule
+
+
+def test_automodel_gets_yaml() -> None:
+    document = yaml.safe_load(launch_files(SEARCHED, "automodel").files["automodel.yaml"])
+    distributed = document["distributed"]
+    assert {name: distributed[name] for name in ("tp_size", "cp_size", "pp_size", "ep_size")} == {
+        "tp_size": 2,
+        "cp_size": 2,
+        "pp_size": 4,
+        "ep_size": 1,
+    }
+    stages = [[m for m in part if "rotary" not in m] for part in distributed["pipeline"]["module_fqns_per_model_part"]]
+    assert [len(stage) for stage in stages] == [1, 6, 5, 4, 5, 5, 7, 2]
+    assert (document["step_scheduler"]["local_batch_size"], distributed["activation_checkpointing"]) == (256, False)
+    assert document["model"]["config"]["pretrained_model_name_or_path"] == "meta-llama/Llama-3.1-8B"
+
+
+@pytest.mark.parametrize("trainer", ["bridge", "automodel"])
+def test_a_model_without_a_name_on_the_hub_takes_its_configuration_along(trainer: str) -> None:
+    own = LLAMA | {"model": "ours", "config": LLAMA["config"] | {"rope_theta": 5e5}}
+    launched = launch_files(own, trainer)
+    assert '"rope_theta": 500000.0' in launched.files["config.json"]
+    assert '"source"' not in launched.files["config.json"]
+    assert "config.json" not in launch_files(LLAMA, trainer).files
+
+
+@pytest.mark.parametrize("name", named_models())
+def test_every_model_has_a_trainer(name: str) -> None:
+    """All that are refused say so of the plan or the model, and name something that can be done."""
+    experts = max(layer.feed_forward.experts for layer in load_model(name).layers)
+    fixed = {"ep": min(32, experts), "tp": 1} if experts else {}
+    plan = planned(name, 512, "b200", pp=8, cp=1, vpp=1, microbatch_size=1, **fixed)
+    refused = []
+    for trainer in TRAINERS:
+        try:
+            launched = launch_files(plan, trainer)
+        except InputError as error:
+            refused.append(error)
+            continue
+        for file in launched.files:
+            if file.endswith(".py"):
+                compile(launched.files[file], file, "exec")
+    assert all(issue.code == "cannot_run" and "Maybe " in issue.detail for error in refused for issue in error.issues)
+    assert len(refused) < len(TRAINERS) or name == "bloom-176b"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "plan", "message"),
+    [
+        ("megatron", planned(pp=4, schedule="zb-v"), "best.published.schedule is zb-v, and this trainer runs 1F1B"),
+        (
+            "torchtitan",
+            planned("llama-2-7b", pp=2),
+            "torchtitan has no configuration of this shape: it has llama-3.1-8b",
+        ),
+        (
+            "torchtitan",
+            planned(pp=4, schedule="zb-h1"),
+            "is zb-h1, which torch has no name for. Maybe plan with a longer",
+        ),
+        ("bridge", planned("mixtral-8x7b", 64, pp=4), "model is of model_type 'mixtral', which Megatron Bridge has no"),
+        ("automodel", planned("qwen3-30b-a3b", 64, pp=4, tp=2), "best.tp is 2, but models with experts take tensor"),
+        ("automodel", LLAMA | {"best": None}, "best is null: no strategy of this plan fits. Maybe plan for more GPUs."),
+        ("megatron", LLAMA | {"format": "optpipe.plan/2"}, "format"),
+        ("megatron", LLAMA | {"gpus": 32}, "dp makes dp x tp x cp x pp = 16 GPUs but there are 32. Maybe dp 2."),
+        (
+            "megatron",
+            scheduled(LLAMA, [4] * 8),
+            "best.cut has 32 layers in 8 stages, but pp x vpp = 8 stages divide 34",
+        ),
+        ("megatron", scheduled(LLAMA, [0, *UNEVEN[1:-1], 2]), "best.cut has 34 layers in 8 stages"),
+    ],
+)
+def test_what_cannot_run_is_refused(trainer: str, plan: Plan, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        launch_files(plan, trainer)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "microbatches", "size"), [(4, 16, None), (4, 11, 6), (4, 23, 6), (4, 7, 7), (8, 9, 9), (8, 20, 10)]
+)
+def test_groups_leave_enough_microbatches_at_the_end(devices: int, microbatches: int, size: int | None) -> None:
+    assert group_size(devices, microbatches) == size
+
+
+def test_hosts_of_a_rack_have_four_gpus() -> None:
+    plan = planned("llama-3.1-70b", 128, "gb200", pp=2, dp=8, tp=8)
+    assert Launch.of(plan).host_gpus == 4
+    assert "--nproc-per-node 4 --nnodes 32" in launch_files(plan, "megatron").files["launch.sh"]
