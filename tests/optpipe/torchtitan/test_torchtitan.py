@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from instances.schedules import one_f_one_b, v_wave
+from optpipe.export.launch import launch_files
 from optpipe.problem import Problem
 from optpipe.profile.from_run import join_records
 from optpipe.trace.record import load_records
 from solver.solve import solve
+from tests.optpipe.export.test_launch import LLAMA, SEARCHED
 from tests.recomputing import random_executable
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun]
@@ -27,6 +29,24 @@ ROOT = HERE.parents[2]
 MICROBATCHES = 8
 SHORT = ["--training.seq_len", "128"]
 VALIDATED = ["--validator.enable", "--validator.dataloader.dataset", "c4_test", "--validator.freq", "2"]
+
+READ = """
+import json
+from titan_on_cpu import adapt_torch
+adapt_torch()
+from torchtitan.config import ConfigManager
+from torchtitan.distributed.parallel_dims import ParallelDims
+
+config = ConfigManager().parse_args(["--module", "optpipe_plan", "--config", "plan"])
+parallelism = config.parallelism
+ParallelDims.from_config(parallelism, 16)
+print(json.dumps({
+    "stages": [len(part) for part in parallelism.module_fqns_per_model_part],
+    "layers": len(config.model_spec.model.layers),
+    "schedule": getattr(parallelism, "planned_schedule", None),
+    "checkpoint": type(config.activation_checkpoint).__qualname__,
+}))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +121,21 @@ def alike(one: list[tuple[str, ...]], other: list[tuple[str, ...]]) -> bool:
     """True if two logs say the same, up to the last of the digits that are shown."""
     rows = list(zip(one, other, strict=True))
     return len(rows) > 1 and all(abs(float(a) - float(b)) < 3e-4 for row in rows for a, b in zip(*row, strict=True))
+
+
+def test_it_reads_its_launch_file(python: Path, tmp_path: Path) -> None:
+    for plan, schedule in ((SEARCHED, str(tmp_path / "schedule.json")), (LLAMA, None)):
+        launched = launch_files(plan, "torchtitan")
+        (tmp_path / "optpipe_plan.py").write_text(launched.files["optpipe_plan.py"])
+        environment = os.environ | {"PYTHONPATH": f"{HERE}:{tmp_path}"}
+        done = subprocess.run([python, "-c", READ], env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert json.loads(done.stdout.splitlines()[-1]) == {
+            "stages": [size + (s == 7) for s, size in enumerate(plan["best"]["cut"])],
+            "layers": 32,
+            "schedule": schedule,
+            "checkpoint": "NoneType" if schedule else "FullAC.Config",
+        }
 
 
 def test_pipeline_with_validation_checkpoint_and_accumulation(python: Path, folder: Path) -> None:
