@@ -215,6 +215,13 @@ def command(
             help="Say what the best strategy with these degrees loses.", metavar="tp=8,pp=2", rich_help_panel=CLUSTER
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also draw the plan: time by kind of each strategy, memory of ranks, bubble (png, svg, html).",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Choose how to cut, place and batch a model: every layout is rated, the promising ones are solved.
@@ -255,9 +262,10 @@ def command(
         _refuse(of_layers, "with --gpus: the model's layers are costed by formula. Maybe leave it out.")
         if global_batch is None:
             raise InputError([Issue("--global-batch", "missing", "is missing. Maybe --global-batch 512.")])
-        question = Question(layers, gpus, machine, sequence, global_batch, software, fixed, why)
+        question = Question(layers, gpus, machine, sequence, global_batch, software, fixed, why, plot)
         return plan_model(question, time_limit, workers, output, as_json)
-    of_cluster = {f"--{name.replace('_', '-')}": value for name, value in fixed.items()} | {"--why": why}
+    of_cluster: dict[str, object] = {f"--{name.replace('_', '-')}": value for name, value in fixed.items()}
+    of_cluster |= {"--why": why, "--plot": plot}
     _refuse(of_cluster, "without --gpus: a profile has costs under one strategy. Maybe add --gpus, or leave it out.")
     if devices is None:
         detail = "is missing. Maybe --devices 4 for a layer profile, or --gpus 64 for a model."

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optpipe.cli.console import compile_once, ctrl_c_cancels, doing_long, print_json, stderr, stdout, table
+from optpipe.cli.console import (
+    check_picture,
+    compile_once,
+    ctrl_c_cancels,
+    doing_long,
+    print_json,
+    stderr,
+    stdout,
+    table,
+)
 from optpipe.errors import InputError, Issue, shown
 from optpipe.files import check_writable, make_folder, write_atomically
 from optpipe.units import share_text
@@ -46,6 +55,7 @@ class Question:
     software: str
     fixed: Mapping[str, str | None]
     why: str | None
+    plot: Path | None
 
 
 def plan_model(question: Question, time_limit: float, workers: int | None, output: Path | None, as_json: bool) -> int:
@@ -59,6 +69,8 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
 
     fixed = {name: _values(name, text) for name, text in question.fixed.items() if text is not None}
     wanted = _degrees(question.why) if question.why else None
+    if question.plot is not None:
+        check_picture(question.plot)
     if output is not None:
         make_folder(output)
         for name in PLAN_FILES:
@@ -86,6 +98,8 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     document = plan.document()
     if output is not None:
         _write(plan, document, output)
+    if question.plot is not None:
+        _draw(document, question.plot)
     if as_json:
         print_json(document | {"output": str(output) if output else None})
     elif wanted is not None:
@@ -155,6 +169,15 @@ def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
             write_atomically(folder / name, texts[name])
         else:
             (folder / name).unlink(missing_ok=True)
+
+
+def _draw(document: Mapping[str, Any], path: Path) -> None:
+    from optpipe.plot import draw_plan
+
+    if document["best"] is None:
+        stderr().print(f"{path} is not drawn: nothing fits.")
+    else:
+        draw_plan(document, path)
 
 
 def _print(plan: Plan, output: Path | None) -> None:

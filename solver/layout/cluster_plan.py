@@ -30,7 +30,7 @@ MOST_SOLVED = 3
 LEAST_S = 2.0
 """Seconds below which no family is begun."""
 SHOWN_WORK = 8
-"""Best strategies whose seconds are shown by kind."""
+"""Best strategies whose seconds are said by kind, besides that of each size of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,18 @@ class Plan:
         """The plan as `optpipe.plan/1`."""
         job = self.job
         rater = Rater(job, self.fixed)
-        strategies = []
+        strategies: list[dict[str, Any]] = []
+        seen: set[int] = set()
         for number, one in enumerate(self.ratings):
-            entry: dict[str, Any] = {axis: getattr(one.strategy, FIELDS[axis]) for axis in AXES}
-            entry |= {"recompute": one.strategy.recompute, "sharding": one.strategy.sharding, "end": one.end}
+            entry: dict[str, Any] = {"name": one.name} | {axis: getattr(one.strategy, FIELDS[axis]) for axis in AXES}
+            entry |= {name: getattr(one.strategy, name) for name in ("recompute", "sharding", "precision")}
+            entry["end"] = one.end
             entry |= {"seconds": one.seconds if one.seconds < inf else None, "bound_s": one.bound_s}
             entry |= {"memory_bytes": round(one.memory_bytes) or None, "reason": one.reason}
-            if number < SHOWN_WORK and one.work is not None:
+            pipeline = one.strategy.pipeline
+            if one.work is not None and (number < SHOWN_WORK or one is self.best or pipeline not in seen):
                 entry["lost_s"] = rater.lost_s(one)
+                seen.add(pipeline)
             strategies.append(entry)
         return {
             "format": "optpipe.plan/1",

@@ -16,10 +16,11 @@ JOB = ("llama-3.1-8b", "--gpus", 16, "--machine", "h100", "--sequence", 8192, "-
 
 def test_a_plan_is_a_folder(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "plan"
-    run = cli("plan", *JOB, "--pp", 4, "--time-limit", 6, "-o", folder)
+    run = cli("plan", *JOB, "--pp", 4, "--time-limit", 6, "-o", folder, "--plot", tmp_path / "plan.svg")
     assert (run.code, "take " in run.out, "legal strategies" in run.out) == (0, True, True)
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["best"]["pp"] == 4
+    assert "no strategy takes less than" in (tmp_path / "plan.svg").read_text()
     assert Schedule.load(folder / "schedule.json").problem.devices
     assert LayerProfile.load(folder / "layers.json").parallel.data * 4 <= 16
     run = cli("export", folder, "--to", "torchtitan", "-o", tmp_path / "new" / "run", "--json")
@@ -27,7 +28,9 @@ def test_a_plan_is_a_folder(cli: Cli, tmp_path: Path) -> None:
     assert (tmp_path / "new/run/schedule.json").read_bytes() == (folder / "schedule.json").read_bytes()
     run = cli("export", folder / "plan.json", "--to", "megatron", "-o", tmp_path / "run")
     assert (run.code, f"wrote {tmp_path / 'run' / 'launch.sh'}" in run.out) == (0, True)
-    cli("plan", "llama-3.1-405b", "--gpus", 8, "--global-batch", 8, "--time-limit", 1, "-o", folder)
+    large = ("llama-3.1-405b", "--gpus", 8, "--global-batch", 8, "--time-limit", 1)
+    run = cli("plan", *large, "-o", folder, "--plot", tmp_path / "none.png")
+    assert (run.code, "none.png is not drawn: nothing fits" in run.err) == (4, True)
     assert [path.name for path in folder.iterdir()] == ["plan.json"], "nothing of the earlier plan is left"
     run = cli("export", folder, "--to", "bridge", "-o", tmp_path / "run")
     assert (run.code, "best is null: no strategy of this plan fits. Maybe plan for more GPUs." in run.err) == (2, True)
@@ -80,6 +83,7 @@ def test_nothing_fits(cli: Cli) -> None:
             "--schedule has 'foo' but must be of 1f1b, zb-h1, interleaved-1f1b, zb-v, v-half, v-min.",
         ),
         (("--devices", 4), "--devices has no meaning with --gpus"),
+        (("--plot", "plan.pdf"), "pictures end in .png, .svg, .html. Maybe name it plan.svg."),
         (("--why", "tp"), "--why has 'tp' but names are tp, cp"),
     ],
 )
