@@ -164,7 +164,7 @@ def _draw_strategies(
     bound = time_text(plan["best"]["bound_s"] * 1e6, unit)
     style(axes, "A step, strategy by strategy", f"predicted time by kind; dotted: no strategy takes less than {bound}")
     scale, taken = 1e6 / unit.size, _choices(plan["best"])
-    axes.set_xlim(0, longest_s * scale * 1.13)
+    axes.set_xlim(0, longest_s * scale * 1.22)
     axes.set_ylim(len(scheduled) + len(beaten) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))

@@ -84,9 +84,10 @@ def files(launch: Launch) -> LaunchFiles:
     }
     if best.precision == "fp8":
         document["fp8"] = {"enabled": True, "recipe_name": "tensorwise"}
-    text = header(launch, lost, runs.seconds) + "".join(_yaml(document))
+    comments = header(launch, runs.cut, lost, runs.seconds)
+    text = comments + "".join(_yaml(document))
     command = ["-m nemo_automodel.cli.app automodel.yaml", '"$@"']
-    made = {"launch.sh": script(launch, lost, runs.seconds, ['cd "$folder"'], command), "automodel.yaml": text}
+    made = {"launch.sh": script(launch, comments, ['cd "$folder"'], command), "automodel.yaml": text}
     return LaunchFiles(made | config_json(launch), lost, runs.seconds)
 
 

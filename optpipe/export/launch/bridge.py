@@ -144,8 +144,9 @@ def files(launch: Launch) -> LaunchFiles:
     if best.pp > 1:
         lines.append("    model.pipeline_dtype = torch.bfloat16")
     source = repr(launch.hub_name) if launch.hub_name else "Path(__file__).parent"
+    comments = header(launch, runs.cut, lost, runs.seconds)
     text = PROGRAM.format(
-        header=header(launch, lost, runs.seconds),
+        header=comments,
         source=source,
         model="\n".join(lines),
         distributed=best.sharding != "none",
@@ -158,5 +159,5 @@ def files(launch: Launch) -> LaunchFiles:
         precision=PRECISION[best.precision],
     )
     before = [] if best.sharding == "fsdp" else ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]
-    made = {"launch.sh": script(launch, lost, runs.seconds, before, ['"$folder/pretrain.py"']), "pretrain.py": text}
+    made = {"launch.sh": script(launch, comments, before, ['"$folder/pretrain.py"']), "pretrain.py": text}
     return LaunchFiles(made | config_json(launch, architecture), lost, runs.seconds)

@@ -13,7 +13,7 @@ from optpipe.cluster.model import FAMILIES, Fields, Model
 from optpipe.errors import InputError, Issue
 from optpipe.export.launch import LaunchFiles
 from optpipe.export.launch.reading import Launch, Pipeline
-from optpipe.export.launch.text import script
+from optpipe.export.launch.text import header, script
 
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """Modules of a dense layer whose inputs can be offloaded: together nearly all of an activation."""
@@ -50,7 +50,7 @@ def files(launch: Launch) -> LaunchFiles:
     command = ['"${MEGATRON:?is to be a checkout of Megatron-LM}/pretrain_gpt.py"']
     command += [*_parallel(launch, runs), *_batch(launch), *_model(launch), *_run(), '"$@"']
     before = [] if launch.best.sharding == "fsdp" else ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]  # FSDP refuses it
-    text = script(launch, lost, runs.seconds, before, command)
+    text = script(launch, header(launch, runs.cut, lost, runs.seconds), before, command)
     return LaunchFiles({"launch.sh": text}, lost, runs.seconds)
 
 

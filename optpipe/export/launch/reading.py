@@ -18,7 +18,7 @@ from optpipe.document import Document
 from optpipe.errors import InputError, Issue
 from optpipe.export.megatron_layout import layout_text
 from optpipe.mode_names import KEPT, OFFLOAD
-from optpipe.units import bytes_text, percent_text
+from optpipe.units import bytes_text
 
 IN_LOOPS = {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"}
 """Orders that every trainer has, by the names of published schedules."""
@@ -176,19 +176,14 @@ class Launch:
         node = self.plan.gpus_per_node
         return min(node if node <= LARGEST_HOST else GPUS_OF_A_TRAY, self.plan.gpus)
 
-    @property
-    def title(self) -> str:
-        """Sentence on the job."""
-        plan = self.plan
+    def title(self, cut: Sequence[int]) -> str:
+        """Sentence on the job, with all degrees, cut so."""
+        plan, virtual = self.plan, len(cut) // self.best.pp
+        degrees = [f"{axis}{getattr(self.best, axis)}" for axis in ("tp", "cp", "ep", "etp", "dp", "pp")]
         return (
             f"{plan.model} on {plan.gpus:,} {plan.machine}, sequences of {plan.sequence:,} tokens, "
-            f"{plan.global_batch:,} a step: {self.degrees}"
+            f"{plan.global_batch:,} a step: {' '.join(degrees)} vpp{virtual}."
         )
-
-    @property
-    def degrees(self) -> str:
-        """All degrees, as in ``tp4 cp1 ep1 etp1 dp2 pp4 vpp5``."""
-        return " ".join(f"{axis}{getattr(self.best, axis)}" for axis in ("tp", "cp", "ep", "etp", "dp", "pp", "vpp"))
 
     def in_loops(self, *, offloads: bool = True) -> Pipeline:
         """The nearest in the order of 1F1B or interleaved 1F1B, with stages in loops over the devices.
@@ -234,10 +229,10 @@ class Launch:
         best = self.best
         if best.schedule_file is None:
             return
-        slower = percent_text(runs.seconds / best.seconds - 1)
+        slower = runs.seconds / best.seconds - 1
         yield (
             f"order: {IN_LOOPS[runs.order]} in place of the plan's {best.schedule}: {runs.seconds:.3g} s a step by "
-            f"the cost model, the plan's {best.seconds:.3g} s (+{slower})"
+            f"the cost model, the plan's {best.seconds:.3g} s ({slower:+.1%})"
         )
         if runs.cut != best.cut:
             why = "its stages are on a V"
@@ -245,7 +240,8 @@ class Launch:
                 short_bytes = best.in_1f1b.short_bytes
                 why = "it needs offload in this order"
                 why = f"a device lacks {bytes_text(short_bytes)} with it in this order" if short_bytes else why
-            yield f"cut: layers are spread evenly in place of the plan's cut, since {why}"
+            virtual = len(runs.cut) // best.pp
+            yield f"cut: even, with {virtual} stages a device in place of the plan's {best.vpp}, since {why}"
         moved = best.activations
         if moved is not None and (moved.offloaded or moved.recomputed):
             what = "offloaded" if runs.offload else "recomputed" if runs.recompute != "none" else "kept"

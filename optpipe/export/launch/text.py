@@ -11,9 +11,9 @@ from optpipe.export.launch.reading import Launch
 WIDTH = 118
 
 
-def header(launch: Launch, lost: Sequence[str], seconds: float) -> str:
+def header(launch: Launch, cut: Sequence[int], lost: Sequence[str], seconds: float) -> str:
     """Comments on the job, the predicted step, and what the trainer does not run of the plan."""
-    lines = wrap(f"{launch.title}.", WIDTH)
+    lines = wrap(launch.title(cut), WIDTH)
     lines.append(f"Predicted for what this file starts: {seconds:.3g} s a step, by formula; nothing was measured.")
     if lost:
         lines.append("Lost against the plan:")
@@ -22,7 +22,7 @@ def header(launch: Launch, lost: Sequence[str], seconds: float) -> str:
     return "".join(f"# {line}\n" for line in lines)
 
 
-def script(launch: Launch, lost: Sequence[str], seconds: float, before: Sequence[str], command: Sequence[str]) -> str:
+def script(launch: Launch, comments: str, before: Sequence[str], command: Sequence[str]) -> str:
     """Shell script that runs a command by torchrun, on each host with its NODE_RANK; `before`: lines in front of it.
 
     ``$folder`` is that of the script.
@@ -30,7 +30,7 @@ def script(launch: Launch, lost: Sequence[str], seconds: float, before: Sequence
     hosts = -(-launch.plan.gpus // launch.host_gpus)
     lines = [
         "#!/bin/sh",
-        header(launch, lost, seconds).rstrip("\n"),
+        comments.rstrip("\n"),
         f"# To be run on each of {hosts:,} hosts with MASTER_ADDR, and NODE_RANK from 0 to {hosts - 1:,}.",
         "set -e",
         'folder=$(cd "$(dirname "$0")" && pwd)',

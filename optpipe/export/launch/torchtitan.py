@@ -72,14 +72,15 @@ def files(launch: Launch) -> LaunchFiles:
     body = [f"config = {made}", *_settings(launch, cut), f"config.activation_checkpoint = {checkpoint}"]
     if planned:
         body.append('config.parallelism.planned_schedule = str(Path(__file__).with_name("schedule.json"))')
+    comments = header(launch, cut, lost, seconds)
     program = PROGRAM.format(
-        header=header(launch, lost, seconds),
+        header=comments,
         imports="\n".join(imports),
         body="".join(f"    {line}\n" for line in body),
     )
     before = ['export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"']
     command = ["-m torchtitan.train --module optpipe_plan --config plan", '"$@"']
-    made_files = {"launch.sh": script(launch, lost, seconds, before, command), "optpipe_plan.py": program}
+    made_files = {"launch.sh": script(launch, comments, before, command), "optpipe_plan.py": program}
     return LaunchFiles(made_files, lost, seconds, runs_schedule=planned)
 
 

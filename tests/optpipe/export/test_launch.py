@@ -146,7 +146,8 @@ def test_offload_is_set_where_the_trainer_has_it() -> None:
 def test_what_does_not_fit_is_cut_as_published() -> None:
     launched = launch_files(scheduled(LLAMA, UNEVEN, short_bytes=3 * 2**30), "megatron")
     assert arguments(launched)["--pipeline-model-parallel-layout"] == ["Et*4|(t*4|)*6t*4L"]
-    assert any("a device lacks 3.00 GiB with it in this order" in sentence for sentence in launched.lost)
+    why = "a device lacks 3.00 GiB with it in this order"
+    assert f"cut: even, with 2 stages a device in place of the plan's 2, since {why}" in launched.lost
     assert launched.seconds == LLAMA["best"]["published"]["seconds"]
     header = re.sub(r"\n# +", " ", launched.files["launch.sh"])
     assert all(sentence in header for sentence in launched.lost)
