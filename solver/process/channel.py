@@ -59,9 +59,14 @@ def request_message(problem: Problem, method: str, limits: Limits, starts: Seque
         "type": "request",
         "problem": problem.to_data(),
         "method": method,
-        "limits": {name: getattr(limits, name) for name in _LIMITS},
+        "limits": limits_data(limits),
         "starts": [_pack(orders) for orders in starts],
     }
+
+
+def limits_data(limits: Limits) -> Message:
+    """Fields of limits, from which a child makes its own."""
+    return {name: getattr(limits, name) for name in _LIMITS}
 
 
 def read_request(message: Message) -> tuple[Problem, str, Limits, list[Orders]]:

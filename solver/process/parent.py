@@ -10,6 +10,7 @@ And what a solve does where no kernel is compiled yet.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -140,7 +141,69 @@ def refuse_beyond_verification(problem: Problem, time_limit_s: float) -> None:
         )
 
 
-class _Solve:
+class Watch(ABC):
+    """A child at work, seen from the parent: what it says, and the limits that it is held to.
+
+    It ends with a `last` message, or for a `stop_reason`; with neither, the child died.
+    """
+
+    verify_s = 0.0
+    """Seconds that an answer takes to be verified once the child has ended."""
+
+    def __init__(
+        self, child: Child, limits: Limits, memory_limit_bytes: int | None, on_beat: Callable[[Heartbeat], None]
+    ) -> None:
+        self.child, self.limits = child, limits
+        self.memory_limit_bytes, self.on_beat = memory_limit_bytes, on_beat
+        self.kill_at_s = limits.time_limit_s + STOP_S
+        self.last: Message | None = None
+        self.stop_reason: Limit | None = None
+        self.cancelled = False
+
+    def watch(self) -> None:
+        """Listen until the child has ended or was ended."""
+        next_beat_s = self.limits.seconds
+        while not (self.last or self.child.silent):
+            for message in self.child.listen(TICK_S):
+                self.take(message)
+            self.between()
+            self._hold_to_limits()
+            if self.limits.seconds >= next_beat_s:
+                self.on_beat(Heartbeat(self.limits.seconds, self.child.memory_bytes))
+                next_beat_s = self.limits.seconds + HEARTBEAT_S
+
+    @abstractmethod
+    def take(self, message: Message) -> None:
+        """Take a message; the last one is kept in `last`."""
+
+    @abstractmethod
+    def between(self) -> None:
+        """Do what is to be done between messages."""
+
+    @property
+    def seconds_given(self) -> float:
+        """Seconds that the child has had."""
+        return self.limits.seconds
+
+    def _hold_to_limits(self) -> None:
+        if self.stop_reason or self.last:
+            return
+        if self.limits.cancel.requested and not self.cancelled:
+            self.cancelled = True
+            self.child.say(channel.CANCEL)
+            self.kill_at_s = self.limits.seconds + max(0.0, CANCEL_S - self.verify_s)
+        held = self.child.memory_bytes if self.memory_limit_bytes is not None else None
+        if held is not None and self.memory_limit_bytes is not None and held > self.memory_limit_bytes:
+            self._end("memory")
+        elif self.seconds_given > self.kill_at_s:
+            self._end("interrupted" if self.cancelled else "time")
+
+    def _end(self, limit: Limit) -> None:
+        self.stop_reason = limit
+        self.child.kill()
+
+
+class _Solve(Watch):
     """One solve, seen from the parent."""
 
     def __init__(
@@ -152,20 +215,15 @@ class _Solve:
         on_event: OnEvent,
         feed: Feed,
     ) -> None:
-        self.child = child
+        super().__init__(child, limits, memory_limit_bytes, on_event)
         self.problem = problem
-        self.limits = limits
-        self.memory_limit_bytes = memory_limit_bytes
         self.on_event = on_event
         self.feed = feed
         self.best = Solution()
-        self.last: Message | None = None
-        self.stop_reason: Limit | None = None
         self.verify_s = verification_s(problem)
         self.is_large = self.verify_s > LARGE_S
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
-        self.cancelled = False
         self.told_to_end = False
         self.searching = False
         self.waited_s = 0.0
@@ -177,7 +235,7 @@ class _Solve:
         """Let the child search, watch it to its end, then verify the best that it found."""
         limits = replace(self.limits, time_limit_s=self.search_s)
         self.child.say(channel.request_message(self.problem, method, limits, starts))
-        self._watch()
+        self.watch()
         if self.stop_reason == "time" and self.best.orders is None:
             self._wait_for_fallback()
         self.fallback.stop()
@@ -192,18 +250,16 @@ class _Solve:
             raise SolverDiedError(self.child.how_it_ended(), best)
         return self._found(best, limit) if best else self._nothing(limit)
 
-    def _watch(self) -> None:
-        next_beat_s = self.limits.seconds
-        while not (self.last or self.child.silent):
-            for message in self.child.listen(TICK_S):
-                self._take(message)
-            self._pass_on()
-            self._hold_to_limits()
-            if self.best.orders is None and self._seconds_given > LATE * self.search_s:
-                self.fallback.begin()
-            if self.limits.seconds >= next_beat_s:
-                self.on_event(Heartbeat(self.limits.seconds, self.child.memory_bytes))
-                next_beat_s = self.limits.seconds + HEARTBEAT_S
+    def between(self) -> None:
+        """Pass on what others found, tell a large search to end, make a schedule here where the child is late."""
+        self._pass_on()
+        ends = self.stop_reason or self.last or self.cancelled or self.told_to_end
+        if not ends and self.limits.seconds > self._end_at_s:
+            self.told_to_end = True
+            self.child.say(channel.CANCEL)
+            self.kill_at_s = self.seconds_given + STOP_S
+        if self.best.orders is None and self.seconds_given > LATE * self.search_s:
+            self.fallback.begin()
 
     def _pass_on(self) -> None:
         fed = self.feed.pop()
@@ -224,7 +280,8 @@ class _Solve:
             self.fallback.wait(TICK_S)
         self.fallback.wait(0.5)
 
-    def _take(self, message: Message) -> None:
+    def take(self, message: Message) -> None:
+        """Take an incumbent, or the last message."""
         if message == channel.SEARCHING:
             self.searching = True
             return
@@ -235,23 +292,6 @@ class _Solve:
         self.best = progress.solution
         self.on_event(progress)
 
-    def _hold_to_limits(self) -> None:
-        if self.stop_reason or self.last:
-            return
-        if self.limits.cancel.requested and not self.cancelled:
-            self.cancelled = True
-            self.child.say(channel.CANCEL)
-            self.kill_at_s = self.limits.seconds + max(0.0, CANCEL_S - self.verify_s)
-        elif not self.told_to_end and self.limits.seconds > self._end_at_s:
-            self.told_to_end = True
-            self.child.say(channel.CANCEL)
-            self.kill_at_s = self._seconds_given + STOP_S
-        held = self.child.memory_bytes if self.memory_limit_bytes is not None else None
-        if held is not None and self.memory_limit_bytes is not None and held > self.memory_limit_bytes:
-            self._end("memory")
-        elif self._seconds_given > self.kill_at_s:
-            self._end("interrupted" if self.cancelled else "time")
-
     @property
     def _end_at_s(self) -> float:
         """Time at which a large problem's search must end to leave time to verify its answer on a machine so busy."""
@@ -261,7 +301,7 @@ class _Solve:
         return max(self.limits.time_limit_s - verify_s, self.limits.time_limit_s / 2)
 
     @property
-    def _seconds_given(self) -> float:
+    def seconds_given(self) -> float:
         """Seconds since the start, without those in which the child found no free processor before it searched.
 
         Waiting extends the limit to twice its length and `MOST_WAITED_S` at most: on a machine that never has time for
@@ -273,10 +313,6 @@ class _Solve:
             self.waited_s = min(self.child.kept_waiting_s - self.waited_before_s, most_s)
             self.slower = self.limits.seconds / max(self.limits.seconds - self.waited_s, TICK_S)
         return self.limits.seconds - (0.0 if self.cancelled else self.waited_s)
-
-    def _end(self, limit: Limit) -> None:
-        self.stop_reason = limit
-        self.child.kill()
 
     def _answered(self) -> ChildResult:
         assert self.last is not None
