@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from optpipe.cli.console import (
     stdout,
     table,
 )
-from optpipe.errors import InputError, Issue, shown
 from optpipe.files import check_writable, make_folder, write_atomically
 from optpipe.units import share_text
 
@@ -36,11 +35,6 @@ MOST_RATED = 50
 GIB = 2**30
 PLAN_FILES = ("plan.json", "schedule.json", "layers.json")
 """Files of the folder of a plan; the last two where its best strategy was cut and scheduled."""
-CHOICES: Mapping[str, Sequence[str]] = {
-    "precision": ("bf16", "fp8", "fp4"),
-    "sharding": ("none", "optimizer", "fsdp"),
-    "recompute": ("none", "selective", "full"),
-}
 
 
 @dataclass(frozen=True)
@@ -65,10 +59,11 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     from optpipe.cluster.software import software_of
     from solver.layout.cluster_plan import plan_cluster
     from solver.layout.fitting import Job
+    from solver.layout.strategies import read_degrees
     from solver.limits import Limits, available_cores
 
     fixed = {name: _values(name, text) for name, text in question.fixed.items() if text is not None}
-    wanted = _degrees(question.why) if question.why else None
+    wanted = read_degrees(question.why, "--why") if question.why else None
     if question.plot is not None:
         check_picture(question.plot)
     if output is not None:
@@ -86,6 +81,8 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     limits = Limits(time_limit, workers=workers or available_cores())
 
     def say(plan: Plan) -> None:
+        if not plan.complete:
+            return
         first = plan.ratings[0]
         if not plan.solved and not as_json:
             stderr().print(_table(plan, FIRST))
@@ -111,50 +108,20 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     return 0 if plan.ratings[0].end == "solved" else 4
 
 
-def _values(name: str, text: str) -> list[object]:
+def _values(name: str, text: str) -> list[Any]:
     """Values of an option such as ``2,4,8``. Raises InputError."""
+    from solver.layout.strategies import MOST_DIGITS, check_values
+
     parts = [part.strip() for part in text.split(",")]
-    choices = CHOICES.get(name)
-    if name == "schedule":
-        from solver.layout.strategies import CLOSED_FORMS
-
-        choices = tuple(CLOSED_FORMS)
-    if choices is not None:
-        for part in parts:
-            if part not in choices:
-                detail = f"has {shown(part)} but must be of {', '.join(choices)}."
-                raise InputError([Issue(f"--{name}", "unknown", detail)])
-        return list(parts)
-    option = "--" + name.replace("_", "-")
-    try:
-        numbers = [int(part) for part in parts]
-    except ValueError:
-        raise InputError(
-            [Issue(option, "not_numbers", f"is {shown(text)} but must be numbers. Maybe 2,4,8.")]
-        ) from None
-    if min(numbers) < 1:
-        raise InputError([Issue(option, "too_small", f"is {shown(text)} but must be at least 1.")])
-    return list(numbers)
+    values = [int(part) if part.isdecimal() and len(part) <= MOST_DIGITS else part for part in parts]
+    check_values(name, values, "--" + name.replace("_", "-"))
+    return values
 
 
-def _degrees(text: str) -> dict[str, str]:
-    """Degrees of a question such as ``tp=8,pp=2``. Raises InputError."""
-    from solver.layout.strategies import FIELDS
+def _matches(strategy: Strategy, wanted: Mapping[str, Any]) -> bool:
+    from solver.layout.strategies import values_of
 
-    wanted = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        if not equals or name not in FIELDS:
-            detail = f"has {shown(part)} but names are {', '.join(FIELDS)}. Maybe tp=8,pp=2."
-            raise InputError([Issue("--why", "unknown", detail)])
-        wanted[name] = value
-    return wanted
-
-
-def _matches(strategy: Strategy, wanted: Mapping[str, str]) -> bool:
-    from solver.layout.strategies import FIELDS
-
-    return all(str(getattr(strategy, FIELDS[name])) == value for name, value in wanted.items())
+    return values_of(strategy).items() >= wanted.items()
 
 
 def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
@@ -238,7 +205,7 @@ def _lost(plan: Plan, one: Rated) -> str:
     return ", ".join(f"{name} {seconds / one.seconds:.0%}" for name, seconds in largest if seconds > 0)
 
 
-def _print_why(plan: Plan, wanted: Mapping[str, str]) -> None:
+def _print_why(plan: Plan, wanted: Mapping[str, Any]) -> None:
     from solver.layout.strategies import Rater
 
     console = stdout()

@@ -15,13 +15,13 @@ from optpipe.cluster.layers import strategy_layers, strategy_partition
 from optpipe.cluster.strategy import Strategy
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
-from optpipe.partition import Kind, Partition
-from optpipe.placement import placement_name
+from optpipe.partition import Partition
+from optpipe.placement import Kind, placement_name
 from optpipe.schedule import Schedule
 from solver.layout.candidates import Search, candidates
 from solver.layout.fitting import Job
 from solver.layout.ranking import Judged, rank
-from solver.layout.strategies import AXES, FIELDS, Fixed, Rated, Rater, rate_all
+from solver.layout.strategies import AXES, FIELDS, Fixed, Rated, Rater, rate_all, values_of
 from solver.limits import Limits
 from solver.trainer_settings import Setting, nearest_settings
 
@@ -29,8 +29,10 @@ MOST_SOLVED = 3
 """Most families that are cut and scheduled: each has a part of the time."""
 LEAST_S = 2.0
 """Seconds below which no family is begun."""
-SHOWN_WORK = 8
-"""Best strategies whose seconds are said by kind, besides that of each size of the pipeline."""
+SHOWN_WORK = 12
+"""Best strategies whose seconds and memory are said by kind, besides that of each size of the pipeline."""
+PROGRESS_S = 0.5
+"""Seconds between two plans while strategies are rated."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,11 @@ class Plan:
     fixed: Fixed
     ratings: Sequence[Rated]
     solved: Sequence[Solved]
+    """Families that were cut and scheduled, the fastest first."""
     error: float
     """Median error of predictions on the machine: smaller differences are ties."""
+    complete: bool = True
+    """False while strategies are rated, or where the time ended before all were: only some are among `ratings`."""
 
     @property
     def best(self) -> Rated:
@@ -126,17 +131,19 @@ class Plan:
         job = self.job
         rater = Rater(job, self.fixed)
         strategies: list[dict[str, Any]] = []
+        solved = {one.strategy: number for number, one in enumerate(self.solved)}
         seen: set[int] = set()
         for number, one in enumerate(self.ratings):
-            entry: dict[str, Any] = {"name": one.name} | {axis: getattr(one.strategy, FIELDS[axis]) for axis in AXES}
-            entry |= {name: getattr(one.strategy, name) for name in ("recompute", "sharding", "precision")}
-            entry["end"] = one.end
+            entry: dict[str, Any] = {"name": one.name} | values_of(one.strategy) | {"end": one.end}
             entry |= {"seconds": one.seconds if one.seconds < inf else None, "bound_s": one.bound_s}
             entry |= {"memory_bytes": round(one.memory_bytes) or None, "reason": one.reason}
-            pipeline = one.strategy.pipeline
-            if one.work is not None and (number < SHOWN_WORK or one is self.best or pipeline not in seen):
-                entry["lost_s"] = rater.lost_s(one)
+            pipeline, place = one.strategy.pipeline, solved.get(one.strategy)
+            if one.work is not None and (number < SHOWN_WORK or place is not None or pipeline not in seen):
+                schedule = None if place is None else self.solved[place].schedule
+                entry |= {"lost_s": rater.lost_s(one), "ranks": _ranks(job, one.strategy, schedule)}
                 seen.add(pipeline)
+            if place is not None:
+                entry["solved"] = place
             strategies.append(entry)
         return {
             "format": "optpipe.plan/1",
@@ -153,6 +160,7 @@ class Plan:
             "fixed": {name: sorted(map(str, values)) for name, values in self.fixed.items()},
             "assumptions": list(job.model.assumptions),
             "error": self.error,
+            "complete": self.complete,
             "best": self._taken() if self.best.end == "solved" else None,
             "solved": [
                 {
@@ -163,6 +171,7 @@ class Plan:
                     "placement": one.judged.candidate.placement,
                     "cut": list(one.layout.sizes),
                     "method": one.schedule.method,
+                    "bubble": one.schedule.bubble,
                 }
                 for one in self.solved
             ],
@@ -212,7 +221,8 @@ class Plan:
 
 
 OnPlan = Callable[[Plan], None]
-"""Called with the plan so far: when all strategies are rated, and after each family that is solved."""
+"""Called with the plan so far: twice a second while strategies are rated, when all are, and after each family that is
+solved."""
 
 
 def plan_cluster(
@@ -228,14 +238,27 @@ def plan_cluster(
     `prepare` is called before the first family is solved; the time that it takes does not count. Raises InputError
     where no strategy is legal.
     """
-    ratings = [one for group in rate_all(job, gpus, fixed) for one in group]
+
+    def rated(complete: bool) -> Plan:
+        ordered = sorted(ratings, key=_order)
+        return Plan(job, gpus, fixed, ordered, (), job.error(ordered[0].strategy) or 0.0, complete)
+
+    ratings: list[Rated] = []
+    complete, said = True, time.perf_counter()
+    for group in rate_all(job, gpus, fixed):
+        if limits.cancel.requested or (ratings and limits.time_left_s <= 0):
+            complete = False
+            break
+        ratings += group
+        if time.perf_counter() - said > PROGRESS_S:
+            on_plan(rated(complete=False))
+            said = time.perf_counter()
     if not ratings:
         detail = (
             f"has no legal strategy on {gpus} GPUs with what is fixed. Maybe fix fewer options, or see `optpipe fits`."
         )
         raise InputError([Issue(job.model.name, "no_strategy", detail)])
-    ratings.sort(key=_order)
-    plan = Plan(job, gpus, fixed, ratings, (), job.error(ratings[0].strategy) or 0.0)
+    plan = rated(complete)
     on_plan(plan)
     if limits.time_left_s < LEAST_S or plan.best.end != "solved":
         return plan
@@ -254,7 +277,8 @@ def plan_cluster(
         share = replace(limits, time_limit_s=left_s / (MOST_SOLVED - number), began=time.perf_counter())
         found = solve_family(job, one, share)
         if found is not None:
-            plan = replace(plan, ratings=_with(job, plan.ratings, found), solved=[*plan.solved, found])
+            solved = sorted([*plan.solved, found], key=lambda one: one.seconds)
+            plan = replace(plan, ratings=_with(job, plan.ratings, found), solved=solved)
             on_plan(plan)
     return plan
 

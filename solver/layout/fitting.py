@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from optpipe.cluster.memory import Held, MemoryModel
 from optpipe.cluster.model import Model
 from optpipe.cluster.software import Software
 from optpipe.cluster.strategy import Strategy, require_legal
-from optpipe.errors import InfeasibleError, InputError, MethodError, NoSolutionError
+from optpipe.errors import InfeasibleError, InputError, Issue, MethodError, NoSolutionError
 from optpipe.memory import planned_memory
 from optpipe.partition import Batching, build_problem
 from optpipe.problem import Problem
@@ -133,7 +134,7 @@ def ranks_of(job: Job, strategy: Strategy, schedule: str | Path) -> list[Rank]:
         orders = Schedule.load(schedule).orders_in(problem)
         found = Solution(orders, simulate(problem, orders).value_us, 0.0, "given").to_schedule(problem, 0.0)
     else:
-        found = _published(job, strategy, schedule)
+        found = published_schedule(job, replace(strategy, schedule=schedule))
     software = job.software
     ranks = []
     for device, held in enumerate(job.held(strategy)):
@@ -154,8 +155,16 @@ def ranks_of(job: Job, strategy: Strategy, schedule: str | Path) -> list[Rank]:
     return ranks
 
 
-def _published(job: Job, strategy: Strategy, method: str) -> Schedule:
-    """A published schedule within the memory that is left, if it keeps that: some take what there is. Else without."""
+def published_schedule(job: Job, strategy: Strategy, max_ops: float = inf) -> Schedule:
+    """The strategy's schedule within the memory that is left, if it keeps that: some take what there is. Else without.
+
+    Raises InputError where it has more than `max_ops`, before anything is built; MethodError where it is for another
+    pipeline.
+    """
+    method, ops = strategy.schedule, 3 * strategy.stages * strategy.microbatches(job.global_batch)
+    if ops > max_ops:
+        detail = f"has {ops:,} ops, and at most {max_ops:,} are drawn (max_ops). Maybe take a larger microbatch size."
+        raise InputError([Issue("strategy", "too_many_ops", detail)])
     limits = Limits(time_limit_s=SOLVE_S)
     problem = job.problem(strategy, budgets=True)
     if problem is not None:

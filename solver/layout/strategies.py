@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from optpipe.cluster.costs import INDEX, Work, work
 from optpipe.cluster.memory import GIB
-from optpipe.cluster.strategy import Strategy
+from optpipe.cluster.strategy import Precision, Recompute, Sharding, Strategy
+from optpipe.errors import InputError, Issue, shown
 from solver.layout.fitting import Job
 
 CONTEXTS = (1, 2, 4, 8, 16)
@@ -55,6 +56,52 @@ FIELDS: Mapping[str, str] = {
 """Fields of a strategy by the names of options."""
 Fixed = Mapping[str, Collection[Any]]
 """Allowed values of options that a user fixed."""
+CHOICES: Mapping[str, Sequence[str]] = {
+    "precision": get_args(Precision),
+    "sharding": get_args(Sharding),
+    "recompute": get_args(Recompute),
+    "schedule": tuple(CLOSED_FORMS),
+}
+"""Values of the options that are no degrees."""
+MOST_DEGREE = 2**20
+MOST_DIGITS = 7
+
+
+def check_values(name: str, values: Sequence[object], where: str | Sequence[str | int]) -> None:
+    """Raise InputError for the first value that an option cannot have; `where` names the option in it."""
+    for value in values:
+        if name in CHOICES:
+            if value not in CHOICES[name]:
+                detail = f"has {shown(value)} but must be of {', '.join(CHOICES[name])}."
+                raise InputError([Issue(where, "unknown", detail)])
+        elif isinstance(value, bool) or not isinstance(value, int):
+            raise InputError([Issue(where, "not_numbers", f"is {shown(value)} but must be numbers. Maybe 2,4,8.")])
+        elif not 1 <= value <= MOST_DEGREE:
+            detail = f"has {shown(value)} but must be from 1 to {MOST_DEGREE:,}."
+            raise InputError([Issue(where, "out_of_range", detail)])
+
+
+def read_degrees(text: str, where: str) -> dict[str, Any]:
+    """Values by option of a text such as ``tp=8,pp=2``. Raises InputError; `where` names the text in it."""
+    wanted: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals or name not in FIELDS:
+            detail = f"has {shown(part)} but names are {', '.join(FIELDS)}. Maybe tp=8,pp=2."
+            raise InputError([Issue(where, "unknown", detail)])
+        wanted[name] = int(value) if value.isdecimal() and len(value) <= MOST_DIGITS else value
+        check_values(name, [wanted[name]], where)
+    return wanted
+
+
+def strategy_of(values: Mapping[str, Any]) -> Strategy:
+    """The strategy with these values by option."""
+    return Strategy(**{field: values[name] for name, field in FIELDS.items()})
+
+
+def values_of(strategy: Strategy) -> dict[str, Any]:
+    """Values of a strategy by option."""
+    return {name: getattr(strategy, field) for name, field in FIELDS.items()}
 
 
 @dataclass(frozen=True)
