@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import Depends, FastAPI
+from fastapi.routing import APIRoute
 from fastapi.telemetry import TelemetryConfig
 from starlette_compress import CompressMiddleware
 
@@ -22,7 +23,8 @@ from api.middleware import (
 )
 from api.openapi import describe
 from api.problem_details import answer_errors_as_problems
-from api.routes import analysis, batch, demo_data, documents, events, health, schedules, solve
+from api.routes import analysis, batch, demo_data, documents, events, health, plans, schedules, solve
+from api.routes.jobs import PREFIXES, ROUTERS
 from api.service import running_service
 from api.settings import Settings
 from api.web import mount_page
@@ -35,6 +37,11 @@ NO_TELEMETRY: TelemetryConfig = {
     "auto_configure": False,
 }
 """FastAPI can export all of these if environment variables are set; this service sends nothing (promise S8)."""
+
+
+def _operation_id(route: APIRoute) -> str:
+    """Names of routes, with a prefix where they are those of plans: jobs of every kind have some in common."""
+    return f"plan_{route.name}" if route.path.startswith(PREFIXES["plan"]) else route.name
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -57,9 +64,10 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         telemetry=NO_TELEMETRY,
-        generate_unique_id_function=lambda route: route.name,
+        generate_unique_id_function=_operation_id,
     )
-    routers = [part.router for part in (schedules, solve, batch, documents, events, analysis, demo_data, health)]
+    parts = schedules, plans, solve, batch, documents, events, analysis, demo_data, health
+    routers = [*ROUTERS, *(part.router for part in parts)]
     for router in routers:
         app.include_router(router, dependencies=[Depends(refuse_unknown_parameters)])
     mount_page(app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -13,11 +14,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import SchemaValidator
 
 from api.errors import input_error, unprocessable
-from api.jobs.records import Event, EventKind, Job, JobConfig, Page, Reason, Status, StopReason
+from api.jobs.records import (
+    Event,
+    EventKind,
+    Job,
+    JobConfig,
+    JobKind,
+    Page,
+    PlanConfig,
+    Reason,
+    Status,
+    StopReason,
+)
 from api.settings import Settings
+from optpipe.cluster.machine import Machine
 from optpipe.document import Document, parse_json
 from optpipe.errors import InputError, MethodError, ModelTooLargeError
 from optpipe.problem import Objective, Problem
+from solver.layout.request import PlanRequest
 from solver.methods import METHODS, refuse_unsupported
 from solver.scale import count_entries, count_ops
 
@@ -37,6 +51,7 @@ class JobAnswer(_Answer):
     """A job as it stands. Times are UTC; values are those of the best schedule so far."""
 
     id: UUID
+    kind: JobKind
     name: str = Field(description="Name of the submission, else of the problem.")
     tags: list[str]
     method: str
@@ -44,11 +59,13 @@ class JobAnswer(_Answer):
     status: Status
     termination: Termination | None = Field(description="null: it has not ended.")
     objective: Objective
-    devices: int | None = Field(description="Of the problem; null: a job of an earlier version.")
-    stages: int | None
+    devices: int | None = Field(description="Of the problem; null: a job of an earlier version. Of a plan: GPUs.")
+    stages: int | None = Field(description="null, like the next: a plan, or a job of an earlier version.")
     microbatches: int | None
     note: str = Field(description="Free text of several lines; changed by PATCH.")
-    value_us: float | None = Field(description="null: there is no schedule yet.")
+    value_us: float | None = Field(
+        description="null: there is no schedule yet. Of a plan: a step of its fastest strategy."
+    )
     bound_us: float | None = Field(description="Proved lower bound on the value.")
     bubble: float | None = Field(description="Of the schedule's busiest device; null: there is no schedule yet.")
     gap: float | None = Field(description="(value - bound) / value")
@@ -164,6 +181,52 @@ MOST_IN_A_BATCH = 100
 """Submissions or ids of one request."""
 
 
+class PlanBody(PlanRequest):
+    """A job to plan and the configuration of the search."""
+
+    config: PlanConfig = PlanConfig()
+
+
+class ReadPlan(_Answer):
+    """Parts of the request of a plan that was read. `text` is the request without its configuration."""
+
+    text: str
+    name: str
+    gpus: int
+    config: JobConfig
+    body_hash: str
+    equality_key: str
+
+
+def read_plan(body: bytes, caps: Caps) -> ReadPlan:
+    """Parse the request of a plan and check it against the limits. Raises HttpError, InputError."""
+    plan = read_document(PlanBody, body)
+    caps.check_limits(plan.config)
+    job = plan.job()
+    request = plan.to_data()
+    request.pop("config", None)
+    return ReadPlan(
+        text=json.dumps(request, separators=(",", ":")),
+        name=f"{job.model.name} on {plan.gpus:,} {job.machine.name}",
+        gpus=plan.gpus,
+        config=JobConfig(**dict(plan.config)),
+        body_hash=hash_submission(plan).hex(),
+        equality_key=plan.equality_key(),
+    )
+
+
+class ModelsAnswer(_Answer):
+    """Language models that are known by name."""
+
+    models: list[dict[str, Any]] = Field(description="Each with `name`, `parameters` and its layers.")
+
+
+class MachinesAnswer(_Answer):
+    """Machines that are known by name."""
+
+    machines: list[Machine]
+
+
 class BatchBody(Document):
     """Several submissions."""
 
@@ -226,15 +289,19 @@ class Caps:
 
         `pointer` leads to the configuration.
         """
-        if config.time_limit_s > self.max_time_limit_s:
-            raise _over(pointer, "time_limit_s", config.time_limit_s, self.max_time_limit_s)
-        if config.workers > self.max_workers:
-            raise _over(pointer, "workers", config.workers, self.max_workers)
+        self.check_limits(config, pointer)
         try:
             refuse_unsupported(METHODS[config.method], problem)
         except MethodError as error:
             code = "model_too_large" if isinstance(error, ModelTooLargeError) else "unsupported_by_method"
             raise unprocessable(code, str(error), f"{pointer}/method") from None
+
+    def check_limits(self, config: JobConfig | PlanConfig, pointer: str = "/config") -> None:
+        """Raise HttpError if time limit or threads exceed the limits."""
+        if config.time_limit_s > self.max_time_limit_s:
+            raise _over(pointer, "time_limit_s", config.time_limit_s, self.max_time_limit_s)
+        if config.workers > self.max_workers:
+            raise _over(pointer, "workers", config.workers, self.max_workers)
 
 
 def _over(pointer: str, name: str, asked: float, most: float) -> Exception:
@@ -286,7 +353,7 @@ class ReadSubmission(_Answer):
     time_us: float
 
 
-def hash_submission(submission: SubmissionBody) -> bytes:
+def hash_submission(submission: Document) -> bytes:
     """SHA-256 of a parsed body: white space and the order of its fields make no difference."""
     return hashlib.sha256(submission.to_json().encode()).digest()
 

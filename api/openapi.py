@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from api.jobs.records import JobLabels
-from api.models import BatchBody, EventAnswer, JobIds, ProblemBody, SubmissionBody
+from api.models import BatchBody, EventAnswer, JobIds, PlanBody, ProblemBody, SubmissionBody
 from api.problem_details import MEDIA_TYPE, ProblemDetails
 from optpipe.document import Document
 from optpipe.schedule import Schedule
@@ -19,6 +19,7 @@ from optpipe.schedule import Schedule
 _REFERENCE = "#/components/schemas/{model}"
 _DOCUMENTS: tuple[type[BaseModel], ...] = (
     SubmissionBody,
+    PlanBody,
     BatchBody,
     JobIds,
     JobLabels,

@@ -25,6 +25,7 @@ from api.models import (
     hash_submission,
     read_batch,
     read_document,
+    read_plan,
     read_submission,
 )
 from optpipe.errors import InputError, OptPipeError
@@ -32,6 +33,9 @@ from optpipe.export import EXPORTERS
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
 from solver.cache import canonical_form, rebuild_schedule, text_digest
+from solver.layout.fitting import published_schedule
+from solver.layout.request import PlanRequest
+from solver.layout.strategies import strategy_of
 from solver.process import claim_stdout, end_with_parent
 from solver.process.parent import load_verifier
 
@@ -49,6 +53,17 @@ def parse_submission(body: bytes, caps: Mapping[str, Any], problem_alone: bool) 
 def parse_batch(body: bytes, caps: Mapping[str, Any]) -> bytes:
     """Results of `parse_submission` for each submission of a batch, with a line break between them."""
     return b"\n".join(map(_parsed, read_batch(body, Caps(**caps))))
+
+
+def parse_plan(body: bytes, caps: Mapping[str, Any]) -> bytes:
+    """The `ReadPlan` of a request within the caps."""
+    return read_plan(body, Caps(**caps)).model_dump_json().encode()
+
+
+def plan_schedule(body: bytes, values: Mapping[str, Any], max_ops: int) -> bytes:
+    """The published schedule of the strategy with these values by option, for the request of a plan in the body."""
+    schedule = published_schedule(PlanRequest.from_json(body).job(), strategy_of(values), max_ops)
+    return schedule_text(schedule).encode()
 
 
 def _parsed(submission: SubmissionBody) -> bytes:
@@ -109,6 +124,8 @@ TASKS: Mapping[str, Callable[..., bytes]] = {
         check_submission,
         parse_submission,
         parse_batch,
+        parse_plan,
+        plan_schedule,
         build_equal,
         analyze,
         compare,

@@ -22,10 +22,11 @@ from api.jobs import queries, queue, results
 from api.jobs.database import transaction
 from api.jobs.queries import change_job
 from api.jobs.queue import FOREVER_S, Picker
-from api.jobs.records import JobConfig, JobResult
+from api.jobs.records import Found, JobConfig, JobKind, JobResult
 from api.jobs.tables import AnyRow, incumbents, jobs
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule, schedule_text
+from solver.layout.plan_process import FoundPlan
+from solver.layout.request import PlanRequest
 from solver.methods import METHODS
 
 MOST_LOST = 3
@@ -54,10 +55,15 @@ class Lease:
     alone: bool
     share: int = 0
     begun_s: float = 0.0
+    kind: JobKind = "solve"
 
     def problem(self) -> Problem:
         """Its problem. Raises InputError where a program with other rules accepted it."""
         return Problem.from_json(self.problem_json)
+
+    def plan_request(self) -> PlanRequest:
+        """The request of a plan. Raises InputError like `problem`."""
+        return PlanRequest.from_json(self.problem_json)
 
     def config(self) -> JobConfig:
         """Its configuration. Raises InputError like `problem`."""
@@ -222,11 +228,13 @@ async def _take(
     values = {"status": "running", "worker": worker, "attempt": attempt, "started_at": begun, "leader": None}
     await change_job(connection, job_id, "status", **values)
     kept = (await connection.execute(select(incumbents).where(incumbents.c.job_id == job_id))).one_or_none()
-    if threads is not None and row.lost == 0:  # a job that may be what ends workers is solved by one at a time
+    if (
+        threads is not None and row.lost == 0 and row.kind == "solve"
+    ):  # a job that may be what ends workers is solved by one at a time
         method = METHODS.get(row.config.get("method", "auto"))
         if method is not None and method.kind != "published":
             await queue.ask_for_help(connection, job_id, (row.config.get("workers", 1) - 1) // threads)
-    return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept, row.lost > 0)
+    return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept, row.lost > 0, kind=row.kind)
 
 
 @dataclass(frozen=True)
@@ -238,7 +246,7 @@ class Beat:
 
 
 async def beat(
-    engine: AsyncEngine, lease: Lease, best: Schedule | None = None, count: int = 0, *, stored: bool = False
+    engine: AsyncEngine, lease: Lease, best: Found | None = None, count: int = 0, *, stored: bool = False
 ) -> Beat:
     """Record a heartbeat, and store `best`, verified, if it or its bound is better than what is stored.
 
@@ -279,12 +287,15 @@ async def _locked_row(connection: AsyncConnection, lease: Lease) -> AnyRow:
     return row
 
 
-async def _improve(connection: AsyncConnection, lease: Lease, known: AnyRow, found: Schedule) -> None:
-    """Record a better value, or else a better bound; a schedule that is neither changes nothing."""
+async def _improve(connection: AsyncConnection, lease: Lease, known: AnyRow, found: Found) -> None:
+    """Record a better value, or else a better bound or more of a plan; a schedule that is neither changes nothing."""
     bound_us = max(found.bound_us, known.bound_us or 0.0)
     if known.value_us is None or found.value_us < known.value_us:
         values = {"value_us": found.value_us, "bound_us": min(bound_us, found.value_us), "bubble": found.bubble}
         row = await change_job(connection, lease.job_id, "incumbent", found, **values)
+        await results.keep_orders(connection, row, found)
+    elif isinstance(found, FoundPlan) and found.value_us == known.value_us:
+        row = await change_job(connection, lease.job_id, "strategies", found, bound_us=min(bound_us, found.value_us))
         await results.keep_orders(connection, row, found)
     elif bound_us > known.bound_us:
         bound_us = min(bound_us, known.value_us)
@@ -297,8 +308,8 @@ async def _improve(connection: AsyncConnection, lease: Lease, known: AnyRow, fou
 async def end(engine: AsyncEngine, lease: Lease, result: JobResult, heartbeats: int = 0) -> None:
     """Store how the job ended, once, after so many heartbeats that were not counted yet. Raises LeaseLostError,
     DatabaseGoneError."""
-    schedule = result.schedule
-    text = await asyncio.to_thread(schedule_text, schedule) if schedule else ""
+    found = result.found
+    text = await asyncio.to_thread(results.document_text, found) if found else ""
     values: dict[str, Any] = {"status": result.status, "worker": None, "queue_id": None, "finished_at": func.now()}
     values |= {"reason": result.reason, "stopped_by": result.stop_reason, "error": result.error}
     values |= {"budgets_bytes": list(result.budgets_bytes) if result.budgets_bytes is not None else None}
@@ -307,18 +318,18 @@ async def end(engine: AsyncEngine, lease: Lease, result: JobResult, heartbeats: 
         await queue.remove(connection, lease.queue_id, "canceled" if result.status == "cancelled" else "successful")
         await queue.end_help(connection, lease.job_id)
         row = await _locked_row(connection, lease)
-        if schedule is not None:
-            await _improve(connection, lease, row, schedule)
-            values |= {"value_us": schedule.value_us, "bound_us": schedule.bound_us, "bubble": schedule.bubble}
-        ended = await change_job(connection, lease.job_id, "status", schedule, **values)
-        if schedule is not None:
-            await results.keep_orders(connection, ended, schedule)
+        if found is not None:
+            await _improve(connection, lease, row, found)
+            values |= {"value_us": found.value_us, "bound_us": found.bound_us, "bubble": found.bubble}
+        ended = await change_job(connection, lease.job_id, "status", found, **values)
+        if found is not None:
+            await results.keep_orders(connection, ended, found)
             await results.keep_document(connection, ended, text)
         await queries.add_totals(connection, {**queries.totals_of_result(result), (queries.HEARTBEATS, ""): heartbeats})
 
 
-async def give_back(engine: AsyncEngine, lease: Lease, found: Schedule | None) -> None:
-    """Let the job wait again at its old place, to go on from its best schedule. Raises LeaseLostError,
+async def give_back(engine: AsyncEngine, lease: Lease, found: Found | None) -> None:
+    """Let the job wait again at its old place, to go on from the best that it found. Raises LeaseLostError,
     DatabaseGoneError."""
     async with transaction(engine) as connection:
         await queue.give_back(connection, lease.queue_id)

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from api.errors import NotFoundError
 from api.jobs import queue
 from api.jobs.database import Statement, transaction
-from api.jobs.records import EventKind, Job, JobConfig, JobResult
+from api.jobs.records import EventKind, Found, Job, JobConfig, JobResult
 from api.jobs.tables import (
     AnyRow,
     answers,
@@ -35,7 +35,6 @@ from api.jobs.tables import (
     workers,
 )
 from api.settings import Settings
-from optpipe.schedule import Schedule
 
 OWNED = (jobs.c.id == bindparam("job_id")) & jobs.c.owner.is_not_distinct_from(bindparam("owner"))
 """The condition for the job `job_id` of `owner`."""
@@ -132,11 +131,11 @@ CANCEL = "optpipe_cancel"
 
 
 async def change_job(
-    connection: AsyncConnection, job_id: UUID, kind: EventKind, schedule: Schedule | None = None, **values: Any
+    connection: AsyncConnection, job_id: UUID, kind: EventKind, found: Found | None = None, **values: Any
 ) -> AnyRow:
     """Update a job and append the matching event (revision + 1, NOTIFY); the changed row.
 
-    `schedule`: the one that the event is about.
+    `found`: what the event is about.
     """
     changing = update(jobs).where(jobs.c.id == job_id).values(revision=jobs.c.revision + 1, **values)
     job: AnyRow = (await connection.execute(changing.returning(jobs))).one()
@@ -149,8 +148,8 @@ async def change_job(
             status=job.status,
             value_us=job.value_us,
             bound_us=job.bound_us,
-            method=schedule.method if schedule else None,
-            seconds=schedule.solve_seconds if schedule else None,
+            method=found.method if found else None,
+            seconds=found.solve_seconds if found else None,
         )
     )
     await notify(connection, CHANGED, f"{job.id} {job.owner}")
@@ -180,10 +179,10 @@ def totals_of_result(result: JobResult) -> Totals:
         figures[STOPPED, result.stop_reason] = 1
     if result.died:
         figures[DIED, ""] = 1
-    if result.schedule is None:
+    if result.found is None:
         return figures
-    seconds = _observed("solve_seconds", SOLVE_SECONDS, result.schedule.solve_seconds)
-    return {**figures, **seconds, **_observed("final_gap", FINAL_GAP, result.schedule.gap)}
+    seconds = _observed("solve_seconds", SOLVE_SECONDS, result.found.solve_seconds)
+    return {**figures, **seconds, **_observed("final_gap", FINAL_GAP, result.found.gap)}
 
 
 def _observed(name: str, ends: Sequence[float], value: float) -> Totals:

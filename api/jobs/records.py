@@ -16,6 +16,7 @@ from optpipe.document import Document
 from optpipe.errors import shown
 from optpipe.fields import reject
 from optpipe.schedule import Schedule, relative_gap
+from solver.layout.plan_process import FoundPlan
 from solver.methods import METHODS
 
 
@@ -71,6 +72,10 @@ class JobLabels(Document):
     note: Note | None = None
 
 
+JobKind = Literal["solve", "plan"]
+"""A schedule of a problem is searched for, or a plan for a cluster."""
+
+
 class JobConfig(Document):
     """The method and its limits. Tighter caps of an installation are in `Settings`."""
 
@@ -86,6 +91,17 @@ class JobConfig(Document):
     tags: list[Tag] = Field(default=[], max_length=20)
 
 
+class PlanConfig(Document):
+    """The part of `JobConfig` that a plan has, with a default time of its own."""
+
+    time_limit_s: float = Field(default=60.0, ge=0.01, le=1e6, allow_inf_nan=False)
+    workers: StrictInt = Field(default=1, ge=1, le=1024)
+    """Threads of the search."""
+    priority: StrictInt = Field(default=0, ge=-100, le=100)
+    name: Label = ""
+    tags: list[Tag] = Field(default=[], max_length=20)
+
+
 Scope = Literal["read", "submit", "admin"]
 """Permissions of a key, each with those before it: read jobs; submit and change them; list and cancel those of all
 keys."""
@@ -93,7 +109,7 @@ keys."""
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Reason = Literal["optimal", "feasible", "infeasible", "no_solution"]
 StopReason = Literal["time", "gap", "memory", "interrupted"]
-EventKind = Literal["incumbent", "bound", "status"]
+EventKind = Literal["incumbent", "bound", "strategies", "status"]
 
 Sort = Literal[
     "submitted_at", "-submitted_at", "finished_at", "-finished_at", "duration", "-duration",
@@ -107,7 +123,8 @@ TERMINAL: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
 
 @dataclass(frozen=True)
 class Job:
-    """One job as it stands. `value_us`, `bound_us` and `bubble` are of the best schedule so far, and so is `gap`.
+    """One job as it stands. `value_us`, `bound_us` and `bubble` are of the best schedule so far, and so is `gap`; of a
+    plan, `value_us` is a step of its fastest strategy, and `devices` are GPUs.
 
     `revision` rises with every event. `attempt` counts the times that a worker took it up; 0: none did.
     `queue_place` is 1 for the job that is taken next, None for one that does not wait.
@@ -116,6 +133,7 @@ class Job:
     """
 
     id: UUID
+    kind: JobKind
     status: Status
     config: JobConfig
     problem_name: str
@@ -187,7 +205,8 @@ class Event:
     """Something that happened to a job; revisions of a job count from 1 without a gap.
 
     `incumbent`: a better schedule (`value_us`, `bound_us`, `method`, `seconds` since the attempt began); `bound`: a
-    better bound for the same one; `status`: a new `status`, and for a terminal one how it ended.
+    better bound for the same one; `strategies`: more strategies of a plan have ended, none the
+    fastest; `status`: a new `status`, and for a terminal one how it ended.
     """
 
     job_id: UUID
@@ -200,6 +219,10 @@ class Event:
     bound_us: float | None
     method: str | None
     seconds: float | None
+
+
+Found = Schedule | FoundPlan
+"""The best that a job has found, by its kind."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +240,7 @@ class BestRevision:
 
 @dataclass(frozen=True)
 class BestSchedule:
-    """The best schedule of a job so far as a document (`optpipe.schedule/1`), verified."""
+    """The best schedule of a job so far as a document (`optpipe.schedule/1`), verified; or the document of its plan."""
 
     revision: BestRevision
     text: str
@@ -266,10 +289,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class JobResult:
-    """End of a job; `schedule`, where there is one, is verified and the best that is known."""
+    """End of a job; what it found, where there is anything, is verified and the best that is known."""
 
     status: Status
-    schedule: Schedule | None
+    found: Found | None
     reason: Reason | None
     stop_reason: StopReason | None
     error: str | None = None

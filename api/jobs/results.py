@@ -19,20 +19,22 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, Self
 from uuid import UUID
 
-from sqlalchemy import bindparam, case, delete, func, select, tuple_, update
+from sqlalchemy import Integer, bindparam, case, delete, func, select, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from api.errors import NoScheduleError
 from api.jobs.database import Statement
 from api.jobs.queries import OWNED, not_found
-from api.jobs.records import TERMINAL, BestRevision, BestSchedule, JobConfig, StopReason
+from api.jobs.records import TERMINAL, BestRevision, BestSchedule, Found, JobConfig, StopReason
 from api.jobs.tables import AnyRow, answers, documents, incumbents, jobs, schedules, solved_problems
 from optpipe.ops import Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, relative_gap, schedule_text
 from solver.build import build_schedule
 from solver.cache import canonical_form, rebuild_schedule, solved_well_enough
+from solver.layout.plan_process import SEPARATOR, FoundPlan, plan_part
+from solver.layout.request import PlanRequest
 from solver.limits import Limits
 from solver.methods import METHODS
 
@@ -53,6 +55,11 @@ class Equality:
         form = canonical_form(problem)
         return cls(form.key, float(form.time_us))
 
+    @classmethod
+    def of_plan(cls, request: PlanRequest) -> Self:
+        """Equality key of the request of a plan."""
+        return cls(request.equality_key(), 1.0)
+
 
 @dataclass(frozen=True)
 class Built:
@@ -61,12 +68,12 @@ class Built:
     text: str
     value_us: float
     bound_us: float
-    bubble: float
+    bubble: float | None
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Self:
-        """The document of a verified schedule."""
-        return cls(schedule_text(schedule), schedule.value_us, schedule.bound_us, schedule.bubble)
+    def of(cls, found: Found) -> Self:
+        """The document of a verified schedule, or a plan."""
+        return cls(document_text(found), found.value_us, found.bound_us, found.bubble)
 
 
 @dataclass(frozen=True)
@@ -139,14 +146,14 @@ def build_equal(row: Any, problem: Problem, equality: Equality, config: JobConfi
     return schedule if schedule is not None and is_good_enough(schedule, row, config) else None
 
 
-def is_good_enough(known: Answer | Built | Schedule, row: Any, config: JobConfig) -> bool:
+def is_good_enough(known: Answer | Built | Found, row: Any, config: JobConfig) -> bool:
     """True if a schedule of a row meets the requested limits, by the rule of `solver.cache`."""
     limits = Limits(config.time_limit_s, config.gap, config.workers, config.seed)
     gap = relative_gap(known.value_us, known.bound_us)
     return solved_well_enough(gap, row.asked, row.worker_s, config.method, limits)
 
 
-def stop_reason(answer: Answer | Schedule, config: JobConfig) -> StopReason | None:
+def stop_reason(answer: Answer | Found, config: JobConfig) -> StopReason | None:
     """StopReason that would have ended a solve with this answer; None: the search was complete."""
     if answer.status == "optimal" or METHODS[config.method].kind == "published":
         return None
@@ -159,7 +166,7 @@ async def write_answer(connection: AsyncConnection, row: Any, problem: bytes, bu
     It is found when the problem comes again word for word, until one with other words comes, or the row changes.
     """
     document = await write_document(connection, built.text)
-    figures = {"value_us": built.value_us, "bound_us": built.bound_us, "bubble": built.bubble}
+    figures: dict[str, Any] = {"value_us": built.value_us, "bound_us": built.bound_us, "bubble": built.bubble}
     same = [solved_problems.c[name] == getattr(row, name) for name in ("key", "orders", "bound")]
     if (await connection.execute(select(solved_problems.c.key).where(*same).with_for_update())).one_or_none():
         await connection.execute(delete(answers).where((answers.c.key == row.key) | (answers.c.problem == problem)))
@@ -177,13 +184,13 @@ def warm_start(row: Any) -> Orders | None:
 
 async def keep_solution(
     connection: AsyncConnection,
-    schedule: Schedule,
+    found: Found,
     equality: Equality,
     requested_method: str,
     cpu_seconds: float,
     job_id: UUID,
 ) -> None:
-    """Keep a verified schedule that `requested_method` found for a job in `cpu_seconds` (time limit x threads), unless
+    """Keep the verified result that `requested_method` found for a job in `cpu_seconds` (time limit x threads), unless
     a better one is stored. The higher bound is kept in either case.
 
     A solution counts among those of the key whose job was the first to find one.
@@ -193,11 +200,11 @@ async def keep_solution(
         key=equality.key,
         asked=requested_method,
         worker_s=cpu_seconds,
-        value=schedule.value_us / equality.time_us,
-        bound=schedule.bound_us / equality.time_us,
-        method=schedule.method,
-        solve_seconds=schedule.solve_seconds,
-        orders=json.dumps(orders_to_data(schedule.orders), separators=(",", ":")),
+        value=found.value_us / equality.time_us,
+        bound=found.bound_us / equality.time_us,
+        method=found.method,
+        solve_seconds=found.solve_seconds,
+        orders=_kept_text(found),
         owner=owner,
     )
     old, given = solved_problems.c, new.excluded
@@ -211,16 +218,28 @@ async def keep_solution(
     await connection.execute(delete(answers).where(answers.c.key == equality.key))  # it may be another one from now on
 
 
-async def keep_orders(connection: AsyncConnection, job: AnyRow, schedule: Schedule) -> None:
-    """Keep the orders of a verified schedule as the best of a job, whose row this is."""
+def _kept_text(found: Found) -> str:
+    """The text from which a result is made again: the orders of a schedule, or the whole of a plan."""
+    if isinstance(found, FoundPlan):
+        return found.text
+    return json.dumps(orders_to_data(found.orders), separators=(",", ":"))
+
+
+def document_text(found: Found) -> str:
+    """The text of a result as callers read it; of a plan, all its documents."""
+    return found.text if isinstance(found, FoundPlan) else schedule_text(found)
+
+
+async def keep_orders(connection: AsyncConnection, job: AnyRow, found: Found) -> None:
+    """Keep a verified result as the best of a job, whose row this is."""
     values = {
         "revision": job.revision,
         "attempt": job.attempt,
-        "value_us": schedule.value_us,
-        "bound_us": schedule.bound_us,
-        "method": schedule.method,
-        "seconds": schedule.solve_seconds,
-        "orders": json.dumps(orders_to_data(schedule.orders), separators=(",", ":")),
+        "value_us": found.value_us,
+        "bound_us": found.bound_us,
+        "method": found.method,
+        "seconds": found.solve_seconds,
+        "orders": _kept_text(found),
     }
     new = insert(incumbents).values(job_id=job.id, **values)
     await connection.execute(new.on_conflict_do_update(index_elements=["job_id"], set_=values))
@@ -251,10 +270,21 @@ _REVISION = (
     incumbents.c.bound_us,
     documents.c.digest.is_not(None).label("kept"),
 )
-_MADE_OF = jobs.c.problem, incumbents.c.method, incumbents.c.seconds, incumbents.c.orders
+_MADE_OF = jobs.c.kind, jobs.c.problem, incumbents.c.method, incumbents.c.seconds, incumbents.c.orders
 
 _BEST_REVISION = Statement(select(*_REVISION).select_from(_KEPT).where(OWNED))
 _BEST = Statement(select(*_REVISION, *_MADE_OF, documents.c.text.label("document")).select_from(_KEPT).where(OWNED))
+_PLAN_PART = Statement(
+    select(
+        *_REVISION,
+        jobs.c.kind,
+        func.split_part(
+            func.coalesce(documents.c.text, incumbents.c.orders), SEPARATOR, bindparam("part", type_=Integer)
+        ).label("text"),
+    )
+    .select_from(_KEPT)
+    .where(OWNED)
+)
 
 Build = Callable[[str, str, float, str, float], Awaitable[str | None]]
 """Makes the document of a problem (its text), orders (their text), bound, method and seconds; None where they make
@@ -284,11 +314,25 @@ def _best_revision(row: Any, job_id: UUID) -> BestRevision:
 async def best_schedule(row: Any, job_id: UUID, build: Build) -> BestSchedule:
     """Best schedule of a row of `best_row`. Raises NoScheduleError where its orders make none."""
     text = row.document
-    if text is None:
+    if row.kind == "plan":
+        text = plan_part(text or row.orders, 1)
+        if text is None:
+            raise NoScheduleError(f"the plan {job_id} is {row.status} and has no schedule. Maybe allow it more time.")
+    elif text is None:
         text = await build(row.problem, row.orders, row.bound_us, row.method, row.seconds)
     if text is None:
         raise NoScheduleError(f"the schedule of job {job_id} was stored by a version with other rules. Maybe retry it.")
     return BestSchedule(_best_revision(row, job_id), text)
+
+
+async def best_plan(connection: AsyncConnection, job_id: UUID, owner: UUID | None, part: int = 0) -> BestSchedule:
+    """The document of the best plan so far, or its schedule number `part` from 1. Raises NotFoundError,
+    NoScheduleError."""
+    row = await _PLAN_PART.one_or_none(connection, job_id=job_id, owner=owner, part=part + 1)
+    revision = _best_revision(row, job_id)
+    if row.kind != "plan" or not row.text:
+        raise NoScheduleError(f"job {job_id} is a {row.kind} without that. Maybe it is the id of another job.")
+    return BestSchedule(revision, row.text)
 
 
 async def build_in_thread(problem: str, orders: str, bound_us: float, method: str, solve_seconds: float) -> str | None:

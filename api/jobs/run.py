@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
@@ -28,7 +29,7 @@ from api.jobs import leases, results
 from api.jobs.database import transaction
 from api.jobs.leases import Beat, Lease
 from api.jobs.queue import HeartbeatGrace
-from api.jobs.records import JobConfig, JobResult
+from api.jobs.records import Found, JobConfig, JobResult, Reason, StopReason
 from api.jobs.results import Equality
 from api.jobs.tables import AnyRow
 from optpipe.errors import InfeasibleError, OptPipeError
@@ -36,13 +37,15 @@ from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
+from solver.layout.plan_process import FoundPlan, OnPlanEvent, PlanResult
+from solver.layout.request import PlanRequest
 from solver.limits import Cancel, Limits
 from solver.process import Child, ChildResult, Heartbeat, SolverDiedError, cpu_seconds_given, solve_in_child
 from solver.solution import Feed, Progress, Solution
 
 R = TypeVar("R")
 
-OnEvent = Callable[[Progress | Heartbeat], None]
+OnEvent = Callable[[Progress | FoundPlan | Heartbeat], None]
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,10 @@ class SolveRequest:
 
 Solve = Callable[[SolveRequest, OnEvent], ChildResult]
 """Solves a request in the calling thread; raises like `solve_in_child`."""
+
+
+MakePlan = Callable[[PlanRequest, Limits, int | None, OnPlanEvent], PlanResult]
+"""Plans like `plan_in_child`."""
 
 
 class ChildSolver:
@@ -174,25 +181,102 @@ class Workplace:
     threads: int
     metrics: WorkerMetrics
     grace: HeartbeatGrace
+    plan: MakePlan
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A lease, parsed: `best` is the best schedule of earlier attempts, verified again; None if it is not valid."""
+class Searched:
+    """Outcome of a search. `limit` is what stopped it; None where it was done. `error` says why nothing was found."""
 
-    problem: Problem
+    found: Found | None
+    reason: Reason
+    limit: StopReason | None
+    error: str | None = None
+    budgets_bytes: Sequence[int | None] | None = None
+
+
+class Prepared(ABC):
+    """A lease, parsed: how the job is searched, and how what is found is judged. All of it may take long.
+
+    `best` is the best result of earlier attempts, verified again; None if there is none that is valid.
+    """
+
     config: JobConfig
     equality: Equality
+    best: Found | None
+    known: AnyRow | None = None
+    """The result of an equal job that did not answer this one, from `solved_problems`."""
+
+    @staticmethod
+    def of(lease: Lease) -> Prepared:
+        """Parse what is stored. Raises InputError where a program with other rules stored it."""
+        return PreparedPlan(lease) if lease.kind == "plan" else PreparedSolve(lease)
+
+    @abstractmethod
+    def load(self, row: AnyRow) -> Any:
+        """The result of a row of `incumbents`, verified anew."""
+
+    @abstractmethod
+    def of_equal(self, row: AnyRow) -> Found | None:
+        """The result of an equal job, from a row of `solved_problems`, if it answers this one."""
+
+    @abstractmethod
+    def search(self, place: Workplace, threads: int, cancel: Cancel, on_event: OnEvent) -> Searched:
+        """Search in this thread."""
+
+    @abstractmethod
+    def read(self, heard: Any) -> Found:
+        """What an event of the search tells, verified: nothing from a child is stored unchecked."""
+
+    @abstractmethod
+    def better(self, found: Any, other: Any) -> Any:
+        """The better of two results, either of which may be None."""
+
+    @abstractmethod
+    def feed(self, found: Any) -> None:
+        """Tell the search what another worker found."""
+
+    def _best(self, lease: Lease) -> Any:
+        with suppress(OptPipeError, ValueError, TypeError, KeyError):  # stored by a program with other rules
+            return self.load(lease.best) if lease.best else None
+        return None
+
+
+class PreparedSolve(Prepared):
+    """A problem to solve."""
+
     best: Schedule | None
 
-    @classmethod
-    def of(cls, lease: Lease) -> Prepared:
-        """Parse what is stored. Raises InputError where a program with other rules stored it."""
-        problem = lease.problem()
-        best = None
-        with suppress(OptPipeError, ValueError, TypeError, KeyError):  # stored by a program with other rules
-            best = results.load_schedule(problem, lease.best) if lease.best else None
-        return cls(problem, lease.config(), Equality.of(problem), best)
+    def __init__(self, lease: Lease) -> None:
+        self._lease, self._feed = lease, Feed()
+        self.problem, self.config = lease.problem(), lease.config()
+        self.equality = Equality.of(self.problem)
+        self.best = self._best(lease)
+
+    def load(self, row: AnyRow) -> Schedule:
+        """See `Prepared.load`."""
+        return results.load_schedule(self.problem, row)
+
+    def of_equal(self, row: AnyRow) -> Schedule | None:
+        """See `Prepared.of_equal`."""
+        return results.build_equal(row, self.problem, self.equality, self.config)
+
+    def search(self, place: Workplace, threads: int, cancel: Cancel, on_event: OnEvent) -> Searched:
+        """See `Prepared.search`. It starts from the best of earlier attempts, and of an equal problem."""
+        equal = results.warm_start(self.known) if self.known is not None else None
+        starts = [orders for orders in (self.best.orders if self.best else None, equal) if orders]
+        lease, memory = self._lease, place.memory_limit_bytes
+        task = SolveRequest(
+            self.problem, self.config, memory, cancel, starts, threads, lease.share, lease.begun_s, self._feed
+        )
+        result = place.solve(task, on_event)
+        budgets_bytes = result.error.budgets_bytes if isinstance(result.error, InfeasibleError) else None
+        error = None if result.error is None else str(result.error)
+        return Searched(result.schedule, result.reason, result.limit, error, budgets_bytes)
+
+    def read(self, heard: Progress) -> Schedule:
+        """See `Prepared.read`."""
+        return heard.solution.to_schedule(self.problem, self._lease.begun_s + heard.seconds)
 
     def better(self, found: Schedule | None, other: Schedule | None) -> Schedule | None:
         """The better of two schedules, with the higher of their bounds."""
@@ -204,6 +288,51 @@ class Prepared:
             return chosen
         return build_schedule(self.problem, chosen.orders, bound_us, chosen.method, chosen.solve_seconds)
 
+    def feed(self, found: Schedule) -> None:
+        """See `Prepared.feed`."""
+        self._feed.offer(Solution(found.orders, found.value_us, found.bound_us, found.method))
+
+
+class PreparedPlan(Prepared):
+    """A plan to make."""
+
+    best: FoundPlan | None
+
+    def __init__(self, lease: Lease) -> None:
+        self.request, self.config = lease.plan_request(), lease.config()
+        self.equality = Equality.of_plan(self.request)
+        self.best = self._best(lease)
+
+    def load(self, row: AnyRow) -> FoundPlan:
+        """See `Prepared.load`. Its schedules were verified before they were written."""
+        return FoundPlan.of_text(row.orders, row.seconds)
+
+    def of_equal(self, row: AnyRow) -> FoundPlan | None:
+        """See `Prepared.of_equal`."""
+        found = FoundPlan.of_text(row.orders, row.solve_seconds)
+        return found if results.is_good_enough(found, row, self.config) else None
+
+    def search(self, place: Workplace, threads: int, cancel: Cancel, on_event: OnEvent) -> Searched:
+        """See `Prepared.search`."""
+        limits = Limits(self.config.time_limit_s, workers=threads, cancel=cancel)
+        result = place.plan(self.request, limits, place.memory_limit_bytes, on_event)
+        if result.plan is None:
+            reason: Reason = "no_solution" if result.limit else "infeasible"
+            return Searched(None, reason, result.limit, str(result.error))
+        return Searched(result.plan, result.plan.status, result.limit)
+
+    def read(self, heard: FoundPlan) -> FoundPlan:
+        """See `Prepared.read`. `plan_in_child` has verified its schedules."""
+        return heard
+
+    def better(self, found: FoundPlan | None, other: FoundPlan | None) -> FoundPlan | None:
+        """The faster of two plans; of equal ones, the one that says more."""
+        plans = [plan for plan in (found, other) if plan is not None]
+        return min(plans, key=lambda plan: (plan.value_us, -len(plan.text)), default=None)
+
+    def feed(self, found: FoundPlan) -> None:
+        """See `Prepared.feed`. A plan has one worker: what was found is of an earlier attempt."""
+
 
 class Run:
     """One attempt to solve a job."""
@@ -212,11 +341,10 @@ class Run:
         self.lease = lease
         self._workplace = workplace
         self._cancel = Cancel()
-        self._feed = Feed()
         self._leaving = False
         self._cancelled = False
-        self._heard: Progress | None = None
-        self._best: Schedule | None = None
+        self._heard: Progress | FoundPlan | None = None
+        self._best: Found | None = None
         self._beats = 0
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -258,21 +386,15 @@ class Run:
                 known = await results.find_solution(connection, prepared.equality.key)
         if known is not None and await self._end_as_known(prepared, known):
             return
-        starts = [prepared.best.orders] if prepared.best else []
-        equal = results.warm_start(known) if known is not None else None
-        starts += [equal] if equal else []
-        task = SolveRequest(
-            prepared.problem,
-            prepared.config,
-            self._workplace.memory_limit_bytes,
-            self._cancel,
-            starts,
+        prepared.known = known
+        solving = self._loop.run_in_executor(
+            self._workplace.executor,
+            prepared.search,
+            self._workplace,
             self._threads(prepared.config),
-            self.lease.share,
-            self.lease.begun_s,
-            self._feed,
+            self._cancel,
+            self._hear,
         )
-        solving = self._loop.run_in_executor(self._workplace.executor, self._workplace.solve, task, self._hear)
         try:
             await self._follow(prepared, solving)
         finally:
@@ -288,8 +410,7 @@ class Run:
         """
         if self.lease.share or self.lease.attempt > 1 or self.lease.best is not None:
             return False
-        known = prepared.problem, prepared.equality, prepared.config
-        found = await self._meanwhile_beating(results.build_equal, row, *known)
+        found = await self._meanwhile_beating(prepared.of_equal, row)
         if found is None:
             return False
         outcome = JobResult("succeeded", found, found.status, results.stop_reason(found, prepared.config))
@@ -300,13 +421,13 @@ class Run:
         """Threads of this run's share: as many as a worker gives, and the rest in the last one."""
         return min(self._workplace.threads, config.workers - self.lease.share * self._workplace.threads)
 
-    def _hear(self, event: Progress | Heartbeat) -> None:
+    def _hear(self, event: Progress | FoundPlan | Heartbeat) -> None:
         """Callback in the solver's thread."""
-        if isinstance(event, Progress):
+        if not isinstance(event, Heartbeat):
             self._heard = event
             self._loop.call_soon_threadsafe(self._news.set)
 
-    async def _follow(self, prepared: Prepared, solving: asyncio.Future[ChildResult]) -> None:
+    async def _follow(self, prepared: Prepared, solving: asyncio.Future[Searched]) -> None:
         """Send heartbeats with new incumbents until the solve ends."""
         solving.add_done_callback(lambda _: self._news.set())
         stored = self._best
@@ -337,7 +458,7 @@ class Run:
                 self._workplace.grace.database_lost()
         return await working
 
-    async def _beat(self, best: Schedule | None, *, stored: bool) -> Beat:
+    async def _beat(self, best: Found | None, *, stored: bool) -> Beat:
         """Send a heartbeat with a new incumbent, if any."""
         count = self._beats if self._beats >= COUNTED_TOGETHER else 0
         answer = await leases.beat(self._workplace.engine, self.lease, best, count, stored=stored)
@@ -349,13 +470,13 @@ class Run:
     async def _take_over(self, prepared: Prepared, row: AnyRow) -> None:
         """Go on from what another worker has stored, timed and verified again."""
         try:
-            theirs = await self._meanwhile_beating(results.load_schedule, prepared.problem, row)
+            theirs = await self._meanwhile_beating(prepared.load, row)
         except (OptPipeError, ValueError, TypeError, KeyError):
             self._log.exception("an incumbent of another worker is wrong")
             return
         best = self._best = await self._meanwhile_beating(prepared.better, theirs, self._best)
         assert best is not None
-        self._feed.offer(Solution(best.orders, best.value_us, best.bound_us, best.method))
+        prepared.feed(best)
 
     async def _rest(self, most_s: float) -> None:
         """Wait for an incumbent or the end of the solve, at most `most_s`."""
@@ -365,21 +486,20 @@ class Run:
         self._news.clear()
 
     async def _check_heard(self, prepared: Prepared) -> None:
-        """Time and verify the newest incumbent: nothing from a child is stored unchecked."""
+        """Read the newest incumbent."""
         heard, self._heard = self._heard, None
         if heard is None:
             return
-        seconds = self.lease.begun_s + heard.seconds
         try:
-            found = await self._meanwhile_beating(heard.solution.to_schedule, prepared.problem, seconds)
+            found = await self._meanwhile_beating(prepared.read, heard)
         except OptPipeError as error:
-            self._log.error("an incumbent is wrong", method=heard.solution.method, error=str(error))
+            self._log.error("an incumbent is wrong", error=str(error))
             return
         self._best = await self._meanwhile_beating(prepared.better, found, self._best)
 
-    async def _conclude(self, prepared: Prepared, solving: asyncio.Future[ChildResult]) -> None:
+    async def _conclude(self, prepared: Prepared, solving: asyncio.Future[Searched]) -> None:
         """Store the result, or give the job back."""
-        result: ChildResult | None = None
+        result: Searched | None = None
         try:
             result = solving.result()
             outcome = await self._meanwhile_beating(self._outcome, prepared, result)
@@ -391,32 +511,31 @@ class Run:
             self._log.exception("a bug ended the solve")
             outcome = self._failed(self._best, f"a bug in the service ended the solve ({type(error).__name__}).")
         if self._leaving and not self._cancelled and outcome.stop_reason == "interrupted":
-            await self._store(lambda: leases.give_back(self._workplace.engine, self.lease, outcome.schedule))
+            await self._store(lambda: leases.give_back(self._workplace.engine, self.lease, outcome.found))
             self._log.info("job given back")
             return
         if self.lease.share:
-            await self._store(lambda: self._end_share(outcome.schedule))
+            await self._store(lambda: self._end_share(outcome.found))
             return
-        if result is not None and outcome.schedule is not None:  # first, for who submits it again once it has ended
-            await self._keep(prepared, outcome.schedule, result)
+        if result is not None and outcome.found is not None:  # first, for who submits it again once it has ended
+            await self._keep(prepared, outcome.found, result)
         await self._store(lambda: self._end(outcome))
 
-    def _outcome(self, prepared: Prepared, result: ChildResult) -> JobResult:
-        schedule = prepared.better(result.schedule, self._best)
+    def _outcome(self, prepared: Prepared, result: Searched) -> JobResult:
+        found = prepared.better(result.found, self._best)
         if result.limit == "interrupted" and self._cancelled:
-            return JobResult("cancelled", schedule, schedule.status if schedule else "no_solution", "interrupted")
-        if schedule is None:
-            budgets_bytes = result.error.budgets_bytes if isinstance(result.error, InfeasibleError) else None
-            return JobResult("failed", None, result.reason, result.limit, str(result.error), budgets_bytes)
-        return JobResult("succeeded", schedule, schedule.status, None if schedule.status == "optimal" else result.limit)
+            return JobResult("cancelled", found, found.status if found else "no_solution", "interrupted")
+        if found is None:
+            return JobResult("failed", None, result.reason, result.limit, result.error, result.budgets_bytes)
+        return JobResult("succeeded", found, found.status, None if found.status == "optimal" else result.limit)
 
     @staticmethod
-    def _failed(schedule: Schedule | None, error: str) -> JobResult:
-        return JobResult("failed", schedule, schedule.status if schedule else "no_solution", None, error)
+    def _failed(found: Found | None, error: str) -> JobResult:
+        return JobResult("failed", found, found.status if found else "no_solution", None, error)
 
-    async def _end_share(self, schedule: Schedule | None) -> None:
+    async def _end_share(self, found: Found | None) -> None:
         """Store what is better, and leave the end of the job to its primary worker."""
-        await leases.beat(self._workplace.engine, self.lease, schedule, self._beats)
+        await leases.beat(self._workplace.engine, self.lease, found, self._beats)
         await leases.end_share(self._workplace.engine, self.lease)
         self._log.info("share ended")
 
@@ -432,13 +551,13 @@ class Run:
             except DatabaseGoneError:
                 await asyncio.sleep(TRY_AGAIN_S)
 
-    async def _keep(self, prepared: Prepared, schedule: Schedule, result: ChildResult) -> None:
+    async def _keep(self, prepared: Prepared, found: Found, result: Searched) -> None:
         """Keep the solution for equal problems, with the CPU time of its search; not during an outage."""
         config = prepared.config
         threads = self._threads(config)  # of helpers it is not known how long they searched
-        cpu_seconds = cpu_seconds_given(config.time_limit_s, threads, result.limit, schedule.solve_seconds)
+        cpu_seconds = cpu_seconds_given(config.time_limit_s, threads, result.limit, found.solve_seconds)
         with suppress(DatabaseGoneError):
             async with transaction(self._workplace.engine) as connection:
                 await results.keep_solution(
-                    connection, schedule, prepared.equality, config.method, cpu_seconds, self.lease.job_id
+                    connection, found, prepared.equality, config.method, cpu_seconds, self.lease.job_id
                 )

@@ -40,6 +40,7 @@ from api.jobs.records import (
     Event,
     Job,
     JobConfig,
+    JobKind,
     JobLabels,
     NewApiKey,
     Page,
@@ -153,6 +154,7 @@ class Store:
         limit: int = 50,
         cursor: str | None = None,
         *,
+        kind: JobKind | None = None,
         name: str = "",
         submitted_after: datetime | None = None,
         submitted_before: datetime | None = None,
@@ -162,7 +164,8 @@ class Store:
     ) -> Page:
         """At most `limit` jobs in the order of `sort`, from where the cursor's page ended. Raises BadCursorError.
 
-        `name`: part of it, in either case. `count`: also how many there are on all pages. `all_keys`: of all owners.
+        `kind`: of this one alone. `name`: part of it, in either case. `count`: also how many
+        there are on all pages. `all_keys`: of all owners.
         """
         places = queue.places()
         query = (
@@ -173,6 +176,8 @@ class Store:
         if not is_printable(tag or "") or not is_printable(name):
             return Page([], None, 0 if count else None)  # no job can have it, and PostgreSQL refuses such text
         wanted = [] if all_keys else [queries.of_owner(owner)]
+        if kind is not None:
+            wanted.append(jobs.c.kind == kind)
         if status is not None:
             wanted.append(jobs.c.status == status)
         if tag is not None:
@@ -260,6 +265,12 @@ class Store:
             usage.add(waits=True)
             await usage.store(connection)
             return Submission(await queries.job(connection, job_id, owner), created=False, rate=usage.rate())
+
+    async def best_plan(self, job_id: UUID, owner: UUID | None = None, part: int = 0) -> BestSchedule:
+        """The document of the best plan so far, or its schedule number `part` from 1. Raises NotFoundError,
+        NoScheduleError."""
+        async with transaction(self._reading) as connection:
+            return await results.best_plan(connection, job_id, owner, part)
 
     async def best_revision(self, job_id: UUID, owner: UUID | None = None) -> BestRevision:
         """Revision of the best schedule so far. Raises NotFoundError, NoScheduleError."""

@@ -34,12 +34,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from api.errors import DatabaseGoneError, IdempotencyMismatchError, JobError, TooManyError
 from api.jobs import queries, queue, results
 from api.jobs.database import Statement, for_reading, transaction
-from api.jobs.records import Job, JobConfig, Submission, SubmissionRate, is_printable
+from api.jobs.records import Job, JobConfig, JobKind, Submission, SubmissionRate, is_printable
 from api.jobs.results import Answer, Built, Equality
 from api.jobs.tables import documents, events, idempotency_keys, incumbents, jobs, schedules, submissions
 from api.settings import Settings
 from optpipe.problem import Objective, Problem
 from solver.cache import rebuild_schedule, text_digest
+from solver.layout.plan_process import FoundPlan
 
 
 class Submissions:
@@ -109,6 +110,7 @@ async def _insert_job(connection: AsyncConnection, usage: OwnerUsage, prepared: 
     values = {
         "id": job_id,
         "owner": request.owner,
+        "kind": request.problem.kind,
         "problem": request.problem.text,
         "problem_name": _storable(request.problem.name),
         "objective": request.problem.objective,
@@ -157,13 +159,14 @@ class SubmittedProblem(ABC):
     `text` is the problem's JSON, `digest` the `text_digest` of it.
     """
 
+    kind: JobKind = "solve"
     text: str
     digest: bytes
     name: str
     objective: Objective
     devices: int
-    stages: int
-    microbatches: int
+    stages: int | None
+    microbatches: int | None
 
     @abstractmethod
     async def equality(self) -> Equality:
@@ -198,6 +201,26 @@ class ParsedProblem(SubmittedProblem):
         return await asyncio.to_thread(build)
 
 
+class SubmittedPlan(SubmittedProblem):
+    """The request of a plan, in the place of a problem: `devices` are its GPUs. `key`: its equality key."""
+
+    kind = "plan"
+    objective = "makespan"
+    stages = microbatches = None
+
+    def __init__(self, text: str, key: str, name: str, gpus: int) -> None:
+        self.text, self.digest, self._key = text, text_digest(text.encode()), key
+        self.name, self.devices = name, gpus
+
+    async def equality(self) -> Equality:
+        """See `SubmittedProblem.equality`."""
+        return Equality(self._key, 1.0)
+
+    async def build(self, orders: str, bound_us: float, method: str, solve_seconds: float) -> Built:  # noqa: ARG002
+        """The stored plan of an equal request, as it is."""
+        return await asyncio.to_thread(lambda: Built.of(FoundPlan.of_text(orders, solve_seconds)))
+
+
 @dataclass(frozen=True)
 class Request:
     """A job to be submitted. `body_hash` is a digest of the parsed body."""
@@ -223,7 +246,19 @@ def _storable(name: str) -> str:
     return "".join(character if is_printable(character) else "\N{REPLACEMENT CHARACTER}" for character in name)
 
 
-_GIVEN = ("id", "owner", "problem", "problem_name", "objective", "devices", "stages", "microbatches", "config", "tags")
+_GIVEN = (
+    "id",
+    "owner",
+    "kind",
+    "problem",
+    "problem_name",
+    "objective",
+    "devices",
+    "stages",
+    "microbatches",
+    "config",
+    "tags",
+)
 
 
 def _queued() -> Statement:

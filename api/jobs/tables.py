@@ -1,15 +1,16 @@
 """Tables of the service. Their constraints hold the promises for every writer; `api/migrations` creates them.
 
-    jobs             one row a job: its request and its state
-    incumbents       the orders of each job's best schedule so far: where a lost job begins again
-    schedules        which document is the final schedule of each job that has one
-    documents        schedules as callers read them, each text once, under its digest; verified before they are written
+    jobs             one row a job: its request (the problem; of a plan, what is to be planned) and its state
+    incumbents       the orders of each job's best schedule so far: where a lost job begins again; of a plan, its text
+    schedules        which document is the final schedule, or plan, of each job that has one
+    documents        schedules and plans as callers read them, each text once, under its digest; verified before they
+                     are written
     events           what happened to each job, appended only; the revision counts from 1 within a job, transaction and
                      number order the events of all jobs (`api.jobs.feed`)
     idempotency_keys which job an Idempotency-Key of an owner stands for
     api_keys         bearer keys, hashed
     submissions      how many jobs of each key were submitted or tried again, and when; those of the last minute count
-    solved_problems  the best schedule of each problem up to names and units
+    solved_problems  the best schedule of each problem up to names and units, and the plan of each request
     answers          the document with which a solved problem was answered last, for when it comes again word for word
     workers          workers that live, and when each was last seen
     totals           what all workers have counted for the metrics since the tables were made
@@ -101,6 +102,7 @@ jobs = Table(
     metadata,
     Column("id", Uuid, primary_key=True),
     _owner(),
+    Column("kind", Text, nullable=False, server_default="solve"),
     Column("status", Text, nullable=False),
     Column("problem", Text, nullable=False),
     Column("problem_name", Text, nullable=False),
@@ -132,6 +134,7 @@ jobs = Table(
     _now("submitted_at"),
     Column("started_at", DateTime(timezone=True)),
     Column("finished_at", DateTime(timezone=True)),
+    CheckConstraint("kind IN ('solve', 'plan')", "kind"),
     CheckConstraint(f"status IN ('queued', 'running') OR {_ENDED}", "status"),
     CheckConstraint("(status = 'running') = (worker IS NOT NULL)", "one_worker_while_running"),
     CheckConstraint(f"({_ENDED}) = (queue_id IS NULL)", "in_the_queue_until_ended"),
@@ -200,7 +203,7 @@ events = Table(
     Column("seconds", REAL),
     Column("transaction", BigInteger, nullable=False, server_default=text("(pg_current_xact_id()::text)::bigint")),
     Column("number", BigInteger, nullable=False, server_default=text("nextval('events_number_seq')")),
-    CheckConstraint("kind IN ('incumbent', 'bound', 'status')", "kind"),
+    CheckConstraint("kind IN ('incumbent', 'bound', 'strategies', 'status')", "kind"),
     CheckConstraint("revision >= 1", "revision"),
     Index("ix_events_transaction", "transaction"),
 )

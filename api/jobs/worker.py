@@ -20,8 +20,9 @@ from api.jobs.database import Listener, end_tasks, make_engine
 from api.jobs.leases import Lease
 from api.jobs.queries import CANCEL, REMOVED_AT_ONCE, SEEN_EVERY_S, remove_old, say_alive, say_goodbye
 from api.jobs.queue import HeartbeatGrace, Picker
-from api.jobs.run import Run, Solve, WorkerMetrics, Workplace
+from api.jobs.run import MakePlan, Run, Solve, WorkerMetrics, Workplace
 from api.settings import Settings
+from solver.layout.plan_process import plan_in_child
 from solver.process import available_bytes
 
 MEMORY_SHARE = 0.8
@@ -40,8 +41,14 @@ _log = structlog.get_logger("optpipe.worker")
 class Worker:
     """One worker, in the event loop that runs it."""
 
-    def __init__(self, settings: Settings, solve: Solve, prepare: Callable[[], None] = lambda: None) -> None:
-        """`solve` is called in threads; `prepare` in the loop's own thread, whenever a slot is free."""
+    def __init__(
+        self,
+        settings: Settings,
+        solve: Solve,
+        prepare: Callable[[], None] = lambda: None,
+        plan: MakePlan = plan_in_child,
+    ) -> None:
+        """`solve` and `plan` are called in threads; `prepare` in the loop's own thread, whenever a slot is free."""
         assert settings.database_url is not None
         url = settings.database_url.get_secret_value()
         self.id = uuid4()
@@ -62,6 +69,7 @@ class Worker:
             settings.threads_per_job,
             self.metrics,
             self._grace,
+            plan,
         )
         channels = {queue.NEW_WORK: lambda _: self._wake.set(), CANCEL: self._cancel}
         self._listener = Listener(url, channels, missed=self._wake.set)

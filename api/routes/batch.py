@@ -9,7 +9,8 @@ from api.middleware import JsonBody, Key, Owner
 from api.models import BatchAnswer, BatchBody, CancelledAnswer, JobAnswer, JobIds, read_document
 from api.openapi import WITH_BODY, errors, headers, json_request
 from api.routes.demo_data import BODIES
-from api.routes.schedules import IdempotencyKey, cancel_job, rate_headers, submit_batch
+from api.routes.jobs import IdempotencyKey, cancel_job, rate_headers
+from api.routes.schedules import submit_batch
 from api.service import TheService
 
 router = APIRouter(prefix="/v1/batch", tags=["schedules"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 from uuid import UUID
 
 from fastapi import APIRouter, Depends, Header, Response
@@ -13,11 +13,12 @@ from fastapi.sse import format_sse_event
 
 from api.errors import DatabaseGoneError, NotFoundError, unprocessable
 from api.jobs.feed import FeedPosition
-from api.jobs.records import TERMINAL, Event
+from api.jobs.records import TERMINAL, Event, EventKind
 from api.jobs.store import Store
 from api.middleware import Key, Owner
 from api.models import EventAnswer
 from api.openapi import errors
+from api.routes.jobs import route
 from api.service import TheService
 
 MEDIA_TYPE = "text/event-stream"
@@ -93,7 +94,7 @@ LARGEST_REVISION = 2**31 - 1
 _EVENT = {
     "type": "object",
     "properties": {
-        "event": {"enum": ["incumbent", "bound", "status"]},
+        "event": {"enum": list(get_args(EventKind))},
         "id": {"type": "string", "pattern": "^[0-9-]+$"},
         "data": {"type": "string", "contentMediaType": "application/json"},
     },
@@ -101,7 +102,7 @@ _EVENT = {
 """One event of the stream; its data is JSON text."""
 
 _STREAM: dict[str, Any] = {
-    "description": "Events `incumbent`, `bound` and `status`, each with EventAnswer as its data.",
+    "description": "Events `incumbent`, `bound`, `strategies` (of plans), `status`, each with EventAnswer as its data.",
     "content": {MEDIA_TYPE: {"schema": _EVENT}},
 }
 
@@ -112,8 +113,9 @@ async def _connection(service: TheService, owner: Owner) -> AsyncIterator[None]:
         yield
 
 
-@router.get(
-    "/schedules/{job_id}/events",
+@route(
+    "GET",
+    "/{job_id}/events",
     response_class=Response,
     dependencies=[Depends(_connection)],
     responses={

@@ -15,7 +15,8 @@ from api.models import JobAnswer, SubmissionBody
 from api.openapi import SUBMITTED, WITH_BODY, errors, headers, json_request
 from api.routes.demo_data import BODIES
 from api.routes.documents import CONTENT, Format, best_document, format_for, schedule_response
-from api.routes.schedules import IdempotencyKey, headers_of, submit_body, submitted_response
+from api.routes.jobs import IdempotencyKey, headers_of, submitted_response
+from api.routes.schedules import submit_body
 from api.service import TheService
 from optpipe.problem import Problem
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +27,7 @@ def command(
 
     found = [load_model(name) for name in (named_models() if model is None else [model])]
     if as_json:
-        print_json({"models": [_data(one) for one in found]})
+        print_json({"models": [one.to_data() for one in found]})
         return 0
     if model is None:
         rows = table("model", "type", "parameters", "a token meets", "layers", "hidden", "vocabulary")
@@ -67,29 +67,3 @@ def _text(layer: Layer) -> str:
     if feed_forward.experts:
         return f"{heads}; {feed_forward.chosen} of {feed_forward.experts} experts, {feed_forward.width:,} wide"
     return f"{heads}; feed-forward {feed_forward.width:,} wide"
-
-
-def _data(model: Model) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "model_type": model.model_type,
-        "parameters": model.parameters,
-        "active_parameters": model.active_parameters,
-        "prediction_parameters": model.prediction_parameters,
-        "hidden_size": model.hidden,
-        "vocab_size": model.vocabulary,
-        "tied": model.tied,
-        "embedding_parameters": model.embedding_parameters,
-        "head_parameters": model.head_parameters,
-        "layers": [
-            {
-                "count": count,
-                "parameters": layer.parameters,
-                "active_parameters": layer.active_parameters,
-                "attention": vars(layer.attention),
-                "feed_forward": vars(layer.feed_forward),
-            }
-            for layer, count in model.kinds
-        ],
-        "assumptions": list(model.assumptions),
-    }

@@ -143,6 +143,58 @@ class Client:
                     raise
                 pauses.pause(error)
 
+    def plan(
+        self,
+        model: str | Mapping[str, Any],
+        gpus: int,
+        machine: str | Mapping[str, Any],
+        sequence: int,
+        global_batch: int,
+        *,
+        fixed: Mapping[str, Any] | None = None,
+        software: str = "",
+        time_limit_s: float = 60.0,
+        on_progress: OnProgress | None = None,
+        **config: Any,
+    ) -> ServerPlan:
+        """Plan a training job on the server, as ``optpipe plan`` does; its document, and the schedule of the best.
+
+        `model`: a name of `models`, or the object of a config.json; `machine`: a name of `machines`, or a document
+        (`optpipe.machine/1`). `fixed`: allowed values by option, such as ``{"tp": [4, 8]}``. `config`: workers,
+        priority, name, tags. `on_progress` is called with every faster strategy. KeyboardInterrupt cancels the job and
+        is re-raised. Raises InfeasibleError where nothing fits, NoSolutionError.
+        """
+        body = {
+            "model": model,
+            "gpus": gpus,
+            "machine": machine,
+            "sequence": sequence,
+            "global_batch": global_batch,
+            "software": software,
+            "fixed": dict(fixed or {}),
+            "config": {"time_limit_s": time_limit_s, **config},
+        }
+        headers = {"Idempotency-Key": str(uuid4())}
+        job = JobState.from_data(self._connection.read("POST", "/v1/plans", json=body, headers=headers))
+        try:
+            self.follow(job.id, on_progress)
+        except KeyboardInterrupt:
+            self.cancel(job.id)
+            raise
+        job = self.job(job.id)
+        if job.value_us is None:
+            raise job.why_no_schedule
+        document = self._connection.read("GET", f"/v1/plans/{job.id}/plan")
+        return ServerPlan(job, document, self.schedule(job.id) if document["solved"] else None)
+
+    def models(self) -> list[dict[str, Any]]:
+        """Language models that the server knows by name, each with its `parameters`."""
+        return list(self._connection.read("GET", "/v1/models")["models"])
+
+    def machines(self) -> list[dict[str, Any]]:
+        """Machines that the server knows by name (`optpipe.machine/1`)."""
+        return list(self._connection.read("GET", "/v1/machines")["machines"])
+
     def submit_all(
         self, problems: Iterable[Problem], method: str = "auto", time_limit_s: float = 30.0, **config: Any
     ) -> list[JobState]:
@@ -260,6 +312,16 @@ class ServerResult:
         if self.schedule is None:
             raise self.job.why_no_schedule
         return self.schedule
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """A plan (`optpipe.plan/1`), the job that made it, and the schedule of what it solved best; None: it was only
+    rated."""
+
+    job: JobState
+    document: dict[str, Any]
+    schedule: Schedule | None
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,32 @@ class Model:
         """Layers in order, equal neighbours as one with their number."""
         return [(layer, len(list(same))) for layer, same in groupby(self.layers)]
 
+    def to_data(self) -> dict[str, Any]:
+        """Sizes and parameters as plain JSON values, layers by kind."""
+        return {
+            "name": self.name,
+            "model_type": self.model_type,
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "prediction_parameters": self.prediction_parameters,
+            "hidden_size": self.hidden,
+            "vocab_size": self.vocabulary,
+            "tied": self.tied,
+            "embedding_parameters": self.embedding_parameters,
+            "head_parameters": self.head_parameters,
+            "layers": [
+                {
+                    "count": count,
+                    "parameters": layer.parameters,
+                    "active_parameters": layer.active_parameters,
+                    "attention": vars(layer.attention),
+                    "feed_forward": vars(layer.feed_forward),
+                }
+                for layer, count in self.kinds
+            ],
+            "assumptions": list(self.assumptions),
+        }
+
 
 @dataclass(frozen=True)
 class Family:

@@ -136,9 +136,12 @@ class _Planning(Watch):
             limit = "interrupted" if self.limits.cancel.requested else None if self.last["complete"] else "time"
         elif limit is None:
             raise SolverDiedError(self.child.how_it_ended(), None)
-        return PlanResult(self.plan, limit, None if self.plan else self._why_nothing())
+        return PlanResult(self.plan, limit, None if self.plan else self._why_nothing(limit))
 
-    def _why_nothing(self) -> OptPipeError:
+    def _why_nothing(self, limit: Limit | None) -> OptPipeError:
+        if limit == "memory":
+            held = f"{self.memory_limit_bytes:,} bytes" if self.memory_limit_bytes else "all memory"
+            return OptPipeError(f"no strategy was found to fit before the planner held {held}. Maybe fix more options.")
         if self.document is None:
             return OptPipeError(f"no strategy was rated in {self.limits.seconds:.1f} s. Maybe allow more time.")
         nearest = min(self.document["strategies"], key=lambda one: one["memory_bytes"] or inf)

@@ -13,7 +13,7 @@ from api.jobs import leases
 from api.jobs.database import make_engine, transaction
 from api.jobs.records import JobConfig
 from api.jobs.results import Equality
-from api.jobs.run import ChildSolver, OnEvent, Solve, SolveRequest
+from api.jobs.run import ChildSolver, MakePlan, OnEvent, Solve, SolveRequest
 from api.jobs.store import Store
 from api.jobs.tables import solved_problems
 from api.jobs.worker import Worker
@@ -21,13 +21,14 @@ from api.settings import Settings
 from instances import HALF, uniform
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
+from solver.layout.plan_process import plan_in_child
 from solver.process import ChildResult
 from tests.promises.harness import PATIENCE_S, job_named, scripted, submitted, until, workers_on
 
 
 @asynccontextmanager
-async def working(settings: Settings, solve: Solve) -> AsyncIterator[Worker]:
-    worker = Worker(settings, solve)
+async def working(settings: Settings, solve: Solve, plan: MakePlan = plan_in_child) -> AsyncIterator[Worker]:
+    worker = Worker(settings, solve, plan=plan)
     running = asyncio.create_task(worker.run())
     try:
         yield worker

@@ -67,8 +67,21 @@ def test_operations_have_names_that_stay() -> None:
         "get_job",
         "job_events",
         "list_jobs",
+        "machines",
         "metrics",
+        "models",
         "openapi",
+        "plan_cancel",
+        "plan_document",
+        "plan_get_job",
+        "plan_job_events",
+        "plan_list_jobs",
+        "plan_remove",
+        "plan_rename",
+        "plan_request",
+        "plan_retry",
+        "plan_schedule",
+        "plan_submit",
         "ready",
         "remove",
         "rename",
@@ -167,7 +180,9 @@ def test_headers_of_answers_are_described(client: Client) -> None:
         ("get", "/v1/schedules/{job_id}/schedule", None),
         ("get", "/v1/schedules/{job_id}/problem", None),
     ):
-        answer = client.request(verb, route.replace("/v1/schedules/{job_id}", path), json=content)
+        answer = client.request(
+            verb, route.replace("/v1/schedules/{job_id}", path).replace("/v1/plans/{job_id}", path), json=content
+        )
         operation = document["paths"][route]["get" if verb == "put" else verb]
         described = operation["responses"][str(answer.status_code)]["headers"]
         sent = {name for name in document["components"]["headers"] if name in answer.headers}
@@ -186,7 +201,7 @@ def test_examples_of_the_description_can_be_sent_as_they_are(client: Client) -> 
         for verb, operation in verbs.items():
             if "requestBody" in operation:
                 example = operation["requestBody"]["content"]["application/json"]["example"]
-                url = route.replace("/v1/schedules/{job_id}", path)
+                url = route.replace("/v1/schedules/{job_id}", path).replace("/v1/plans/{job_id}", path)
                 assert client.request(verb, url, json=example).is_success, route
                 sent += 1
     assert sent >= 5

@@ -38,6 +38,20 @@ def test_a_schedule_comes_back(remote: Client) -> None:
     assert [progress.value_us for progress in told] == sorted((p.value_us for p in told), reverse=True)
 
 
+def test_a_plan_comes_back(remote: Client) -> None:
+    assert "llama-3.1-8b" in [model["name"] for model in remote.models()]
+    h100 = next(machine for machine in remote.machines() if machine["name"] == "h100")
+    faster: list[Progress] = []
+    fixed = {"pp": 2, "tp": 2, "microbatch_size": 1}
+    plan = remote.plan("llama-3.1-8b", 8, h100, 4096, 16, fixed=fixed, time_limit_s=5, on_progress=faster.append)
+    assert plan.document["best"]["pp"] == 2
+    assert plan.job.value_us == faster[-1].value_us == plan.document["strategies"][0]["seconds"] * 1e6
+    assert plan.schedule is not None
+    assert verify(plan.schedule).ok
+    with pytest.raises(InfeasibleError, match="nothing fits"):
+        remote.plan("llama-3.1-405b", 8, "h100", 4096, 16, time_limit_s=5)
+
+
 def test_no_solution_is_the_same_error_as_here(remote: Client) -> None:
     with pytest.raises(NoSolutionError, match="nothing published keeps the budgets"):
         remote.solve(uniform(2, 4, budget=2))

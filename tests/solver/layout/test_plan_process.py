@@ -34,6 +34,7 @@ def test_a_cancelled_plan_keeps_what_it_has() -> None:
 def test_a_plan_that_takes_too_much_memory_is_ended() -> None:
     result = planned(Limits(60), memory_bytes=2**25)
     assert (result.plan, result.limit) == (None, "memory")
+    assert "before the planner held 33,554,432 bytes" in str(result.error)
 
 
 def test_a_plan_without_time_says_so() -> None:

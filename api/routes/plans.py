@@ -1,0 +1,193 @@
+"""Plans for clusters: submission and documents, and the models and machines that are known by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, replace
+from functools import cache
+from typing import Annotated
+from uuid import UUID
+
+from fastapi import APIRouter, Header, Query, Response
+
+from api.errors import unprocessable
+from api.jobs.records import BestRevision
+from api.jobs.submit import Request, SubmittedPlan
+from api.middleware import JsonBody, Key, Owner
+from api.models import JobAnswer, MachinesAnswer, ModelsAnswer, PlanBody, ReadPlan, read_plan
+from api.openapi import SUBMITTED, WITH_BODY, errors, headers, json_request
+from api.routes import documents
+from api.routes.documents import CONTENT, DOCUMENT, Format, is_known, validated_by
+from api.routes.jobs import VALIDATED, IdempotencyKey, IfNoneMatch, Wait, submitted_response, unless_known
+from api.routes.schedules import INLINE_BYTES
+from api.service import TheService
+from optpipe.cluster.machine import named_machines
+from optpipe.cluster.model import load_model, named_models
+from solver.layout.strategies import FIELDS, read_degrees
+
+router = APIRouter(prefix="/v1", tags=["plans"])
+
+EXAMPLE = {
+    "model": "llama-3.1-70b",
+    "gpus": 64,
+    "machine": "h100",
+    "sequence": 8192,
+    "global_batch": 512,
+    "fixed": {"tp": [4, 8]},
+    "config": {"time_limit_s": 30},
+}
+
+
+@router.post(
+    "/plans",
+    status_code=202,
+    response_model=JobAnswer,
+    responses={
+        200: {"model": JobAnswer, "description": "The finished job.", "headers": headers(*SUBMITTED)},
+        202: {"description": "The job, queued.", "headers": headers(*SUBMITTED)},
+        **errors(*WITH_BODY),
+    },
+    openapi_extra=json_request(PlanBody, example=EXAMPLE),
+)
+async def submit(
+    service: TheService,
+    owner: Owner,
+    key: Key,
+    body: JsonBody,
+    wait: Wait,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Have a training job planned: all strategies rated, the best cut and scheduled. An equal one is answered at once.
+
+    `model` is a name of /v1/models or the object of a config.json, `machine` a name of /v1/machines or a document.
+    """
+    if len(body) > INLINE_BYTES:
+        read = ReadPlan.model_validate_json(
+            await service.pool.run("parse_plan", body, owner, caps=asdict(service.caps))
+        )
+    else:
+        read = read_plan(body, service.caps)
+    plan = SubmittedPlan(read.text, read.equality_key, read.name, read.gpus)
+    request = Request(plan, read.config, owner, idempotency_key, bytes.fromhex(read.body_hash))
+    submission = await service.store.submit_request(request)
+    job = submission.job
+    if wait and not job.ended:
+        job = await service.store.wait_until_ended(job.id, owner, wait, key.id if key else None)
+    return submitted_response(job, submission)
+
+
+_FOUND = {
+    304: {"description": "It is still the one that If-None-Match names.", "headers": headers("ETag")},
+    **errors(404, 422),
+}
+
+
+@router.get(
+    "/plans/{job_id}/plan",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The plan (`optpipe.plan/1`).",
+            "content": {"application/json": {"schema": {"type": "object"}}},
+            "headers": headers("ETag"),
+        },
+        **_FOUND,
+    },
+)
+async def document(
+    service: TheService, owner: Owner, job_id: UUID, if_none_match: Annotated[str, Header()] = ""
+) -> Response:
+    """The best plan so far: every strategy with its end, while strategies are rated those that have ended."""
+    revision = await service.store.best_revision(job_id, owner)
+    if is_known(_tag(revision), if_none_match):
+        return Response(status_code=304, headers=validated_by(_tag(revision)))
+    best = await service.store.best_plan(job_id, owner)
+    return Response(best.text, headers=validated_by(_tag(best.revision)), media_type="application/json")
+
+
+def _tag(revision: BestRevision) -> str:
+    return f'W/"{revision.revision}-plan"'
+
+
+@router.get(
+    "/plans/{job_id}/schedule",
+    response_class=Response,
+    responses={
+        200: {"description": "The schedule.", "content": CONTENT, "headers": headers("ETag")},
+        **_FOUND,
+    },
+)
+async def schedule(
+    service: TheService,
+    owner: Owner,
+    job_id: UUID,
+    format: Annotated[Format, Query()] = DOCUMENT,
+    drop_offload: Annotated[bool, Query(description="torch-csv: leave out what torch cannot run.")] = False,
+    strategy: Annotated[
+        str,
+        Query(
+            max_length=300,
+            description="Of this strategy, such as `tp=8,pp=4,vpp=5`: what was found for it, else its published one.",
+        ),
+    ] = "",
+    if_none_match: Annotated[str, Header()] = "",
+) -> Response:
+    """The schedule of the best strategy, or of another one: of one pipeline, verified."""
+    if not strategy:
+        return await documents.best_schedule(service, owner, job_id, format, drop_offload, if_none_match)
+    wanted = read_degrees(strategy, "strategy")
+    plan = await service.store.best_plan(job_id, owner)
+    entries = (await asyncio.to_thread(json.loads, plan.text))["strategies"]
+    entry = next((one for one in entries if wanted.items() <= one.items()), None)
+    if entry is None:
+        raise unprocessable("unknown_strategy", f"no strategy of this plan has {strategy!a}. Maybe see its document.")
+    if (number := entry.get("solved")) is not None:
+        found = await service.store.best_plan(job_id, owner, number + 1)
+    else:
+        body = (await service.store.problem_text(job_id, owner)).encode()
+        values = {name: entry[name] for name in FIELDS}
+        text = await service.pool.run("plan_schedule", body, owner, values=values, max_ops=service.caps.max_ops)
+        found = replace(plan, text=text.decode())
+    return await documents.schedule_response(service, owner, job_id, found, format, drop_offload)
+
+
+@router.get(
+    "/plans/{job_id}/request",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The request.",
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/PlanBody"}}},
+            "headers": headers("ETag"),
+        },
+        **_FOUND,
+    },
+)
+async def request(
+    service: TheService, owner: Owner, job_id: UUID, if_none_match: Annotated[str, Header()] = ""
+) -> Response:
+    """The request as it was submitted. The job has the configuration."""
+    return await documents.submitted_problem(service, owner, job_id, if_none_match)
+
+
+@router.get("/models", response_model=ModelsAnswer, responses=errors() | VALIDATED)
+async def models(if_none_match: IfNoneMatch = "") -> Response:
+    """Language models that are known by name, with their parameters, to the unit."""
+    return unless_known(_models(), if_none_match)
+
+
+@router.get("/machines", response_model=MachinesAnswer, responses=errors() | VALIDATED)
+async def machines(if_none_match: IfNoneMatch = "") -> Response:
+    """Machines that are known by name: facts of data sheets, and efficiencies of measured steps."""
+    return unless_known(_machines(), if_none_match)
+
+
+@cache
+def _models() -> ModelsAnswer:
+    return ModelsAnswer(models=[load_model(name).to_data() for name in named_models()])
+
+
+@cache
+def _machines() -> MachinesAnswer:
+    return MachinesAnswer(machines=list(named_machines().values()))
