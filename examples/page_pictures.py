@@ -148,6 +148,50 @@ def compare(service: Service, page: Page) -> None:
     expect(page.locator(SHOWN)).to_have_count(len(budgets))
 
 
+LLAMA = "/#/plan?model=llama-3.1-70b&machine=h100&gpus=64&sequence=8192&batch=512&pp=4,8&limit=20"
+
+
+def plan_light(_: Service, page: Page) -> None:
+    """A plan with the schedule of its best strategy."""
+    page.goto(LLAMA)
+    expect(page.locator("[data-part=strategies] tr").first).to_be_visible()
+    expect(page.locator("[data-part=cancel]")).to_be_hidden()
+    expect(page.locator(SHOWN)).to_be_visible()
+
+
+def plan_front(_: Service, page: Page) -> None:
+    """The front door."""
+    page.goto("/")
+    expect(page.locator("#plan-machine")).to_have_value("h100")
+
+
+def plan_running(_: Service, page: Page) -> None:
+    """A plan under way."""
+    page.goto(LLAMA.replace("batch=512", "batch=1024").replace("limit=20", "limit=40"))
+    expect(page.locator("[data-part=cancel]")).to_be_visible()
+    expect(page.locator(SHOWN)).to_be_visible()
+
+
+def plan_faults(_: Service, page: Page) -> None:
+    """Faults of a plan at their fields."""
+    page.goto("/#/plan?model=llama-3.1-8b&machine=h100&gpus=lots&sequence=8192&batch=512&tp=0")
+    expect(page.locator("#plan-gpus-fault")).to_contain_text("lots")
+
+
+def plan_none(_: Service, page: Page) -> None:
+    """Nothing fits."""
+    page.goto("/#/plan?model=llama-3.1-405b&machine=h100&gpus=16&sequence=8192&batch=512")
+    expect(page.locator("[data-part=state]")).to_contain_text("Nothing fits")
+
+
+def plan_beaten(service: Service, page: Page) -> None:
+    """A strategy that is beaten, open."""
+    plan_light(service, page)
+    page.get_by_label("Strategies to show").select_option("beaten")
+    page.locator("[data-end=beaten] [data-part=open]").first.click()
+    page.wait_for_timeout(1500)
+
+
 def infeasible(service: Service, page: Page) -> None:
     """A problem that is proved infeasible, with the budgets that would do."""
     page.goto(f"/#/jobs/{service.job(TIGHT, method='cp-sat')}")
@@ -240,6 +284,14 @@ def key(_: Service, page: Page) -> None:
 
 
 STATES: dict[str, tuple[Look, Photograph]] = {
+    "plan-front": (LIGHT, plan_front),
+    "plan-running": (LIGHT, plan_running),
+    "plan-light": (LIGHT, plan_light),
+    "plan-dark": (DARK, plan_light),
+    "plan-phone": (PHONE, plan_light),
+    "plan-faults": (LIGHT, plan_faults),
+    "plan-none": (LIGHT, plan_none),
+    "plan-beaten": (LIGHT, plan_beaten),
     "empty": (LIGHT, empty),
     "key": (LIGHT, key),
     "jobs-light": (LIGHT, jobs),

@@ -135,10 +135,13 @@ class Store:
         async with transaction(self._reading) as connection:
             return await queries.job(connection, job_id, owner)
 
-    async def problem_text(self, job_id: UUID, owner: UUID | None = None) -> str:
-        """The problem of a job as it was submitted: `optpipe.problem/1`. Raises NotFoundError."""
+    async def problem_text(self, job_id: UUID, owner: UUID | None = None, kind: JobKind = "solve") -> str:
+        """The problem of a job as it was submitted (`optpipe.problem/1`), or the request of a plan.
+
+        Raises NotFoundError, also for a job of the other kind.
+        """
         async with transaction(self._reading) as connection:
-            query = select(jobs.c.problem).where(queries.OWNED)
+            query = select(jobs.c.problem).where(queries.OWNED, jobs.c.kind == kind)
             problem: str | None = (
                 await connection.execute(query, {"job_id": job_id, "owner": owner})
             ).scalar_one_or_none()

@@ -9,7 +9,7 @@ from uuid import UUID
 from fastapi import APIRouter, Header, Query, Response
 
 from api.errors import unprocessable
-from api.jobs.records import BestRevision, BestSchedule
+from api.jobs.records import BestRevision, BestSchedule, JobKind
 from api.middleware import Owner
 from api.openapi import errors, headers
 from api.service import Service, TheService
@@ -164,9 +164,15 @@ async def submitted_problem(
     service: TheService, owner: Owner, job_id: UUID, if_none_match: Annotated[str, Header()] = ""
 ) -> Response:
     """The problem as it was submitted. The job has the configuration."""
+    return await submitted_text(service, owner, job_id, "solve", if_none_match)
+
+
+async def submitted_text(
+    service: Service, owner: UUID | None, job_id: UUID, kind: JobKind, if_none_match: str
+) -> Response:
+    """What a job of this kind was submitted with."""
+    text = await service.store.problem_text(job_id, owner, kind)
     tag = f'W/"{job_id}"'
     if is_known(tag, if_none_match):
-        await service.store.get(job_id, owner)
         return Response(status_code=304, headers=validated_by(tag))
-    text = await service.store.problem_text(job_id, owner)
     return Response(text, headers=validated_by(tag), media_type="application/json")

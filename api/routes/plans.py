@@ -145,7 +145,7 @@ async def schedule(
     if (number := entry.get("solved")) is not None:
         found = await service.store.best_plan(job_id, owner, number + 1)
     else:
-        body = (await service.store.problem_text(job_id, owner)).encode()
+        body = (await service.store.problem_text(job_id, owner, "plan")).encode()
         values = {name: entry[name] for name in FIELDS}
         text = await service.pool.run("plan_schedule", body, owner, values=values, max_ops=service.caps.max_ops)
         found = replace(plan, text=text.decode())
@@ -168,7 +168,7 @@ async def request(
     service: TheService, owner: Owner, job_id: UUID, if_none_match: Annotated[str, Header()] = ""
 ) -> Response:
     """The request as it was submitted. The job has the configuration."""
-    return await documents.submitted_problem(service, owner, job_id, if_none_match)
+    return await documents.submitted_text(service, owner, job_id, "plan", if_none_match)
 
 
 @router.get("/models", response_model=ModelsAnswer, responses=errors() | VALIDATED)

@@ -29,7 +29,7 @@ MOST_SOLVED = 3
 """Most families that are cut and scheduled: each has a part of the time."""
 LEAST_S = 2.0
 """Seconds below which no family is begun."""
-SHOWN_WORK = 12
+SHOWN_WORK = 48
 """Best strategies whose seconds and memory are said by kind, besides that of each size of the pipeline."""
 PROGRESS_S = 0.5
 """Seconds between two plans while strategies are rated."""

@@ -83,7 +83,7 @@ def test_the_browser_refuses_whatever_would_become_markup_or_code(browser: Brows
     }"""
     with browser.new_context(base_url=service_url) as context:
         page = context.new_page()
-        page.goto("/")
+        page.goto("/#/jobs")
         assert page.evaluate(refused) == ["TypeError"] * 3
 
 

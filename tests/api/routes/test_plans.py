@@ -78,7 +78,8 @@ def test_what_jobs_have(idle: Client) -> None:
     assert idle.post(f"{path}/cancel").json()["status"] == "cancelled"
     assert idle.post(f"{path}/retry").json()["status"] == "queued"
     solve = idle.post("/v1/schedules", json=idle.get("/v1/demo-data/tiny").json()).json()["id"]
-    assert idle.get(f"/v1/plans/{solve}/plan").status_code == 404
+    for other in (f"/v1/plans/{solve}/plan", f"/v1/plans/{solve}/request", f"/v1/schedules/{path[10:]}/problem"):
+        assert idle.get(other).status_code == 404, other
 
 
 def test_nothing_fits(client: Client) -> None:

@@ -16,7 +16,8 @@ from tests.browser import open_page
 from tests.sample import some
 
 PROBLEM = uniform(2, 4, budget=8, name="a name so long that it has to break somewhere on a narrow screen")
-VIEWS = ("list", "new", "faults", "job", "compare", "key")
+PLAN = "/#/plan?model=llama-3.1-8b&machine=h100&gpus=8&sequence=4096&batch=16&tp=2&pp=2&limit=4"
+VIEWS = ("plan", "list", "new", "faults", "job", "compare", "key")
 
 
 def violations(page: Page) -> list[dict[str, Any]]:
@@ -31,7 +32,10 @@ def violations(page: Page) -> list[dict[str, Any]]:
 
 def show(page: Page, view: str, job: str) -> None:
     """Bring a view to where all of it stands on the page."""
-    if view == "list":
+    if view == "plan":
+        page.goto(PLAN)
+        expect(page.locator("figure[data-magnification]")).to_be_visible()
+    elif view == "list":
         page.goto("/#/jobs")
         expect(page.locator("[data-part=jobs] tr")).to_have_count(1)
     elif view in ("new", "faults"):

@@ -26,7 +26,7 @@ def stranger(browser: Browser) -> Iterator[Page]:
     with listening(app) as url, browser.new_context(base_url=url) as context:
         context.set_default_timeout(WAIT_MS)
         page = context.new_page()
-        page.goto("/")
+        page.goto("/#/jobs")
         yield page
 
 

@@ -17,7 +17,7 @@ NAMES = "[data-part=jobs] [data-part=name]"
 
 
 def test_an_empty_list_tells_what_to_do(page: Page) -> None:
-    page.goto("/")
+    page.goto("/#/jobs")
     expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
     page.get_by_role("main").get_by_role("link", name="New problem").last.click()
     expect(page.get_by_role("heading", level=1)).to_have_text("New problem")
@@ -27,7 +27,7 @@ def test_an_empty_list_tells_what_to_do(page: Page) -> None:
 def test_nothing_moves_when_the_figures_of_the_service_come(page: Page) -> None:
     page.route("**/metrics", lambda _: None)  # held until the route is taken away
     with page.expect_request("**/metrics"):
-        page.goto("/")
+        page.goto("/#/jobs")
     link = page.get_by_role("main").get_by_role("link", name="New problem").last
     expect(link).to_be_visible()
     before = link.bounding_box()

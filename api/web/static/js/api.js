@@ -132,6 +132,60 @@ export function validate(body, signal) {
 }
 
 /**
+ * @param {string} body JSON with a model, a machine, GPUs, and what is fixed
+ * @param {string} idempotencyKey
+ * @returns {Promise<Job>}
+ */
+export function submitPlan(body, idempotencyKey) {
+  return json("POST", "/v1/plans", { body, headers: { "Idempotency-Key": idempotencyKey } });
+}
+
+/** @param {string} id */
+export function planPath(id) {
+  return `/v1/plans/${encodeURIComponent(id)}`;
+}
+
+/**
+ * @param {string} id
+ * @param {AbortSignal} signal
+ * @returns {Promise<import("./types.js").Plan>} so far
+ */
+export function getPlan(id, signal) {
+  return json("GET", `${planPath(id)}/plan`, { signal });
+}
+
+/**
+ * @param {string} id
+ * @returns {Promise<import("./types.js").PlanRequest>} as it was submitted
+ */
+export function getPlanRequest(id) {
+  return json("GET", `${planPath(id)}/request`);
+}
+
+/**
+ * @param {string} id
+ * @param {string} strategy such as ``tp=8,pp=4``
+ * @param {AbortSignal} signal
+ * @returns {Promise<Schedule>}
+ */
+export function getStrategySchedule(id, strategy, signal) {
+  return json("GET", `${planPath(id)}/schedule?${new URLSearchParams({ strategy })}`, { signal });
+}
+
+/** @returns {Promise<Job[]>} the newest plans */
+export async function listPlans() {
+  /** @type {{jobs: Job[]}} */
+  const { jobs } = await json("GET", "/v1/plans?limit=12&status=succeeded");
+  return jobs;
+}
+
+/** @returns {Promise<{models: {name: string, parameters: number}[], machines: import("./types.js").Machine[]}>} */
+export async function listChoices() {
+  const [models, machines] = await Promise.all(["/v1/models", "/v1/machines"].map((path) => json("GET", path)));
+  return { ...models, ...machines };
+}
+
+/**
  * @param {string} id
  * @param {"cancel" | "retry"} action
  * @returns {Promise<Job>}

@@ -1,7 +1,7 @@
 /** Downloads. They are fetched, because a plain link cannot send the key. */
 
 import { announce } from "./announce.js";
-import { jobPath, request } from "./api.js";
+import { jobPath, planPath, request } from "./api.js";
 import { element, part } from "./elements.js";
 import { keyHeader } from "./key.js";
 
@@ -11,12 +11,14 @@ import { keyHeader } from "./key.js";
  * @param {import("./types.js").Job} job
  * @param {HTMLButtonElement} button
  * @param {boolean} offloads whether the schedule has offloads, which some formats cannot hold
+ * @param {string} strategy of a plan, such as ``tp=8,pp=4``; empty: the job is no plan
  */
-export async function download(job, button, offloads) {
+export async function download(job, button, offloads, strategy = "") {
   const { format, ending, dropsOffload } = button.dataset;
   const query = new URLSearchParams(format && { format });
   if (dropsOffload !== undefined && offloads) query.set("drop_offload", "true");
-  await save(`${jobPath(job.id)}/schedule?${query}`, `${fileStem(job)}.${ending}`);
+  if (strategy) query.set("strategy", strategy);
+  await save(`${strategy ? planPath(job.id) : jobPath(job.id)}/schedule?${query}`, `${fileStem(job)}.${ending}`);
 }
 
 /**

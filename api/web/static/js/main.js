@@ -8,8 +8,9 @@ import { compareView } from "./views/compare.js";
 import { jobView } from "./views/job.js";
 import { listView } from "./views/list.js";
 import { newView } from "./views/new.js";
+import { planView } from "./views/plan.js";
 
 startTheme();
 startKey();
 startDescription();
-startRouter({ new: newView, jobs: listView, job: jobView, compare: compareView });
+startRouter({ plan: planView, new: newView, jobs: listView, job: jobView, compare: compareView });

@@ -48,3 +48,8 @@ export function pause(milliseconds, signal) {
     });
   });
 }
+
+/** An Idempotency-Key, with which a request that is sent again is one. Unlike randomUUID it is there without TLS too. */
+export function randomKey() {
+  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}

@@ -13,7 +13,7 @@ import { element, part } from "./elements.js";
  * @property {URLSearchParams} query
  */
 
-const FIRST = "jobs";
+const FIRST = "plan";
 
 /**
  * @param {string} hash
@@ -53,7 +53,7 @@ export function startRouter(views) {
     main.replaceChildren(view);
     end = (Object.hasOwn(views, name) ? views[name] : views[FIRST])(view, route);
     markLink(Object.hasOwn(views, name) ? route.name : FIRST);
-    if (!Object.hasOwn(views, name)) view.prepend(element("p", `There is nothing at ${location.hash}: these are the jobs.`, "notice"));
+    if (!Object.hasOwn(views, name)) view.prepend(element("p", `There is nothing at ${location.hash}: this is the plan.`, "notice"));
     const heading = view.querySelector("h1");
     document.title = `${heading?.textContent || "OptPipe"} · OptPipe`;
     if (!moved) return;

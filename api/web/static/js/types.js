@@ -114,9 +114,42 @@
  * @property {string | null} started_at
  * @property {string | null} finished_at
  *
+ * @typedef {object} Machine
+ * @property {string} name
+ * @property {{gpus_per_node: number, memory_bytes: number}} facts
+ *
+ * @typedef {object} PlanRequest
+ * @property {string | Record<string, unknown>} model a name, or the object of a config.json
+ * @property {number | string} gpus
+ * @property {string | Machine} machine
+ * @property {number | string} sequence
+ * @property {number | string} global_batch
+ * @property {Record<string, unknown>} [fixed] values by option
+ *
+ * @typedef {object} Strategy a row of a plan; degrees by option
+ * @property {"solved" | "beaten" | "does_not_fit"} end
+ * @property {number | null} seconds of a step; null: it has no schedule
+ * @property {number} bound_s
+ * @property {number | null} memory_bytes of the fullest rank
+ * @property {string} reason
+ * @property {Record<string, number>} [lost_s] seconds beyond the model's own operations, by kind
+ * @property {Record<string, number>[]} [ranks] bytes by kind, for each device of the pipeline
+ * @property {number} [solved]
+ *
+ * @typedef {object} Plan
+ * @property {string} model
+ * @property {string} machine
+ * @property {number} gpus
+ * @property {number} error of predictions on the machine; 0: nothing was measured there
+ * @property {boolean} complete
+ * @property {string[]} assumptions
+ * @property {{bytes: number, reserved: number, context_bytes: number}} memory of a GPU
+ * @property {Record<string, any> | null} best
+ * @property {(Strategy & Record<string, number | string>)[]} strategies
+ *
  * @typedef {object} JobEvent
  * @property {string} job_id
- * @property {"incumbent" | "bound" | "status"} kind
+ * @property {"incumbent" | "bound" | "strategies" | "status"} kind
  * @property {number} revision
  * @property {string} at
  * @property {number} attempt

@@ -9,7 +9,7 @@ import { faultFields, sentence, showFaults } from "../form/faults.js";
 import { findSpan } from "../form/json_span.js";
 import { readConfig, fillConfig, numberOrText } from "../form/config.js";
 import { PublishedPreview } from "../form/preview.js";
-import { untilAnswered } from "../retry.js";
+import { randomKey, untilAnswered } from "../retry.js";
 import { countText } from "../units.js";
 import { rememberProblem } from "./compare.js";
 
@@ -360,9 +360,4 @@ class FactorField {
     this.fault.textContent = "";
     this.text.disabled = this.slider.disabled = !isEnabled;
   }
-}
-
-/** Unlike randomUUID this is there without TLS too. */
-function randomKey() {
-  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
