@@ -46,7 +46,7 @@ class Worker:
         settings: Settings,
         solve: Solve,
         prepare: Callable[[], None] = lambda: None,
-        plan: MakePlan = plan_in_child,
+        plan: MakePlan | None = None,
     ) -> None:
         """`solve` and `plan` are called in threads; `prepare` in the loop's own thread, whenever a slot is free."""
         assert settings.database_url is not None
@@ -69,7 +69,7 @@ class Worker:
             settings.threads_per_job,
             self.metrics,
             self._grace,
-            plan,
+            plan or partial(plan_in_child, max_ops=settings.max_ops),
         )
         channels = {queue.NEW_WORK: lambda _: self._wake.set(), CANCEL: self._cancel}
         self._listener = Listener(url, channels, missed=self._wake.set)

@@ -232,11 +232,12 @@ def plan_cluster(
     limits: Limits,
     on_plan: OnPlan = lambda _: None,
     prepare: Callable[[], None] = lambda: None,
+    max_ops: float = inf,
 ) -> Plan:
     """Rate all strategies and schedule the best families, within the time limit.
 
-    `prepare` is called before the first family is solved; the time that it takes does not count. Raises InputError
-    where no strategy is legal.
+    `prepare` is called before the first family is solved; the time that it takes does not count. A family whose
+    schedules have more than `max_ops` is rated alone. Raises InputError where no strategy is legal.
     """
 
     def rated(complete: bool) -> Plan:
@@ -266,11 +267,13 @@ def plan_cluster(
     prepare()
     limits = replace(limits, time_limit_s=limits.time_limit_s + time.perf_counter() - began)
     tried: set[Strategy] = set()
+
+    def is_next(one: Rated) -> bool:
+        return one.end == "solved" and _family(one) not in tried and _most_ops(job, one.strategy) <= max_ops
+
     for number in range(MOST_SOLVED):
         left_s = limits.time_left_s
-        one = next(
-            (one for one in (plan.best, *plan.ratings) if one.end == "solved" and _family(one) not in tried), None
-        )
+        one = next(filter(is_next, (plan.best, *plan.ratings)), None)
         if one is None or left_s < LEAST_S or limits.cancel.requested:
             break
         tried.add(_family(one))
@@ -290,6 +293,12 @@ def _order(one: Rated) -> tuple[float, int, float]:
 def _family(one: Rated) -> Strategy:
     """What a rating shares with all ratings of its family."""
     return replace(one.strategy, virtual=1, stage_layers=(), schedule="1f1b", recompute="none")
+
+
+def _most_ops(job: Job, strategy: Strategy) -> int:
+    """Ops of a family's longest schedules: a layout search tries two stages on a device too."""
+    virtual = max(strategy.virtual, 2) if strategy.pipeline > 1 else 1
+    return 3 * strategy.pipeline * virtual * strategy.microbatches(job.global_batch)
 
 
 def _with(job: Job, ratings: Iterable[Rated], found: Solved) -> list[Rated]:

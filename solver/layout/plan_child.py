@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from math import inf
 from threading import Thread
 from typing import BinaryIO
 
@@ -34,14 +35,14 @@ def main() -> None:
     limits = Limits(**message["limits"])
     Thread(target=_obey, args=(limits,), name="obey", daemon=True).start()
     try:
-        _write(out, _answer(PlanRequest.from_data(message["request"]), limits, out))
+        _write(out, _answer(PlanRequest.from_data(message["request"]), limits, message["max_ops"] or inf, out))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def _answer(request: PlanRequest, limits: Limits, out: BinaryIO) -> Message:
+def _answer(request: PlanRequest, limits: Limits, max_ops: float, out: BinaryIO) -> Message:
     """The last message. Plans so far are written, each with the schedules that none before had."""
     written: list[Solved] = []
 
@@ -61,7 +62,7 @@ def _answer(request: PlanRequest, limits: Limits, out: BinaryIO) -> Message:
         )
 
     try:
-        plan = plan_cluster(request.job(), request.gpus, request.allowed(), limits, write)
+        plan = plan_cluster(request.job(), request.gpus, request.allowed(), limits, write, max_ops=max_ops)
     except OptPipeError as error:
         return channel.error_message(error)
     except MemoryError:

@@ -84,16 +84,24 @@ OnPlanEvent = Callable[[FoundPlan | Heartbeat], None]
 
 
 def plan_in_child(
-    request: PlanRequest, limits: Limits, memory_limit_bytes: int | None, on_event: OnPlanEvent
+    request: PlanRequest,
+    limits: Limits,
+    memory_limit_bytes: int | None,
+    on_event: OnPlanEvent,
+    max_ops: int | None = None,
 ) -> PlanResult:
     """Plan in a child process; `on_event` gets each plan so far that has a strategy which fits, and heartbeats.
+
+    There is an answer a second after the time limit, and soon after `limits.cancel` is requested. Strategies whose
+    schedules have more than `max_ops` are rated, and not scheduled.
 
     Raises SolverDiedError, and InputError where no strategy is legal.
     """
     with Child("solver.layout.plan_child") as child:
         Thread(target=load_verifier, name="load", daemon=True).start()
         watch = _Planning(child, limits, memory_limit_bytes, on_event)
-        child.say({"type": "request", "request": request.to_data(), "limits": channel.limits_data(limits)})
+        question = {"request": request.to_data(), "limits": channel.limits_data(limits), "max_ops": max_ops}
+        child.say({"type": "request"} | question)
         watch.watch()
         return watch.result()
 

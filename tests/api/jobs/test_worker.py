@@ -21,13 +21,12 @@ from api.settings import Settings
 from instances import HALF, uniform
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
-from solver.layout.plan_process import plan_in_child
 from solver.process import ChildResult
 from tests.promises.harness import PATIENCE_S, job_named, scripted, submitted, until, workers_on
 
 
 @asynccontextmanager
-async def working(settings: Settings, solve: Solve, plan: MakePlan = plan_in_child) -> AsyncIterator[Worker]:
+async def working(settings: Settings, solve: Solve, plan: MakePlan | None = None) -> AsyncIterator[Worker]:
     worker = Worker(settings, solve, plan=plan)
     running = asyncio.create_task(worker.run())
     try:

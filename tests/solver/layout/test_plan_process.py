@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from optpipe.errors import InputError
-from solver.layout.plan_process import FoundPlan, PlanResult, plan_in_child
+from solver.layout.plan_process import FoundPlan, PlanResult, plan_in_child, plan_part
 from solver.layout.request import PlanRequest
 from solver.limits import Limits
 from solver.process import Heartbeat
@@ -41,6 +41,13 @@ def test_a_plan_without_time_says_so() -> None:
     result = planned(Limits(-0.9))
     assert (result.plan, result.limit) == (None, "time")
     assert "no strategy was rated" in str(result.error)
+
+
+def test_strategies_with_long_schedules_are_rated_alone() -> None:
+    request = PlanRequest.from_data(JOB | {"global_batch": 10**6, "fixed": {"pp": 2, "tp": 8}})
+    result = plan_in_child(request, Limits(30), None, lambda _: None, max_ops=50_000)
+    assert result.plan is not None
+    assert (result.limit, result.plan.bubble, plan_part(result.plan.text, 1)) == (None, None, None)
 
 
 def test_what_was_refused_in_the_child_is_raised_here() -> None:
