@@ -32,6 +32,14 @@ def test_the_best_families_are_cut_and_scheduled() -> None:
     document = plan.document()
     assert document["format"] == "optpipe.plan/1"
     assert {entry["end"] for entry in document["strategies"]} <= {"solved", "beaten", "does_not_fit"}
+    for entry in document["strategies"]:
+        if "solved" in entry:
+            found = document["solved"][entry["solved"]]
+            assert (entry["seconds"], len(entry["ranks"])) == (found["seconds"], entry["pp"])
+            most = max(sum(rank.values()) for rank in entry["ranks"])
+            assert entry["memory_bytes"] == round(most * MEGATRON.reserved + MEGATRON.context_bytes)
+            assert entry["memory_bytes"] <= document["memory"]["bytes"]
+    assert any("solved" in entry for entry in document["strategies"])
     assert document["best"]["seconds"] == plan.best.seconds <= plan.ratings[0].seconds * (1 + plan.error)
 
 
