@@ -13,12 +13,13 @@ import typer
 
 from optpipe.cli.console import AsJson, doing_long, names_in, parse_share, parse_size, print_json, stdout, table
 from optpipe.cli.plan import MAX_DIGITS, SliceChoice
+from optpipe.cli.profile_model import Options, predict_model, profile_model
+from optpipe.cli.profile_report import print_layers
 from optpipe.errors import InputError, Issue, shown
 from optpipe.files import check_writable, write_atomically
 from optpipe.kinds import WITHOUT_MODES
 from optpipe.mode_names import parse_modes
 from optpipe.placement import devices_of_stages
-from optpipe.units import us_text
 
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
@@ -75,6 +76,14 @@ def command(
             help="Model to measure: tiny, small or medium (a GPT), hf:FOLDER with a model of transformers, or your own "
             "as module:callable.",
             metavar="MODEL",
+        ),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="With --model: predict its layers for this machine, a name of `optpipe machines` or a file, instead "
+            "of measuring them here. Nothing is computed, and no memory taken.",
+            metavar="h100",
         ),
     ] = None,
     form: Annotated[
@@ -139,7 +148,9 @@ def command(
     sequence: Annotated[
         int | None, typer.Option(min=1, help="Bytes of text in a sequence; default: the model's maximum.")
     ] = None,
-    dtype: Annotated[Precision | None, typer.Option(help="Precision of the GPT; default: float32.")] = None,
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Precision of the model; default: float32, or bfloat16 for --machine.")
+    ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, max=10_000, help="Timed rounds after the warm-up; default: 10.")
     ] = None,
@@ -189,8 +200,8 @@ def command(
     """Determine the costs of a model's stages: times, memory, transfers. Writes a problem to solve, or layers to plan.
 
     With --model the stages are measured on this machine, by the code that runs in training; under torchrun each process
-    measures the stages of its device. With --from-run they were recorded in a trainer of yours. With --from-table costs
-    are computed from sizes and rates, for hardware that is not available here.
+    measures the stages of its device. With --machine as well, its layers are predicted for a GPU that is not here. With
+    --from-run they were recorded in a trainer of yours. With --from-table costs are computed from sizes and rates.
     """
     check_writable(output)
     gpt: dict[str, object] = {
@@ -214,7 +225,11 @@ def command(
     }
     if from_run is not None:
         others: dict[str, object] = {"--devices": devices, "--stages": stages, "--from-table": from_table}
-        others |= {"--model": model, "--format": form if form is Format.LAYERS else None} | gpt | measuring
+        others |= (
+            {"--model": model, "--machine": machine, "--format": form if form is Format.LAYERS else None}
+            | gpt
+            | measuring
+        )
         others |= {"--memory": None, "--memory-margin": None, "--modes": None}
         _refuse("--from-run", "takes stages and costs from the run", others)
         if memory is None:
@@ -225,13 +240,21 @@ def command(
         return profile_run(from_run, output, microbatches, memory, memory_margin or 0.0, names, reduce_every, as_json)
     _refuse("--from-run", "is not given", {"--reduce-every": reduce_every})
     if from_table is not None:
-        others = {"--model": model} | gpt | measuring | {"--modes": None}
+        others = {"--model": model, "--machine": machine} | gpt | measuring | {"--modes": None}
         _refuse("--from-table", "takes everything from its table", others)
         names = None if modes is None else parse_modes(modes, "--modes")
         return profile_table(from_table, output, form, devices, stages, placement, microbatches, names, as_json)
     if model is None:
         maybe = "Maybe --model small, --from-run FOLDER or --from-table TABLE.toml."
         raise InputError([Issue("--model", "missing", f"is missing. {maybe}")])
+    if machine is not None:
+        cutting: dict[str, object] = {"--devices": devices, "--stages": stages, "--microbatches": microbatches}
+        cutting |= {"--placement": None if placement == "linear" else placement, "--cut": cut}
+        cutting |= {"--format": form if form is Format.PROBLEM else None, "--fused-backward": fused_backward or None}
+        _refuse("--machine", "predicts layers, which 'optpipe plan' cuts", cutting)
+        running = ("--rounds", "--clock", "--slices", "--slice-by", "--check")
+        _refuse("--machine", "computes nothing", {name: measuring[name] for name in running})
+        form, dtype = Format.LAYERS, dtype or Precision.BFLOAT16
     if model.startswith("hf:"):
         _refuse("--model", f"is {model}, whose configuration decides it", {"--layers": layers})
     elif ":" in model:
@@ -253,7 +276,6 @@ def command(
         _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
     if slices is None:
         _refuse("--slices", "is not given", {"--slice-by": slice_by})
-    from optpipe.cli.profile_model import Options, profile_model
 
     options = Options(
         devices=devices,
@@ -276,7 +298,10 @@ def command(
         splits=not fused_backward,
         slices=() if slices is None else _numbers_of_slices(slices, form),
         slice_by="length" if form is Format.LAYERS or slice_by is SliceChoice.LENGTH else "compute",
+        machine=machine,
     )
+    if machine is not None:
+        return predict_model(model, options, machine, output, as_json)
     return profile_model(model, options, output, as_json)
 
 
@@ -388,13 +413,8 @@ def profile_table(
             }
         )
         return 0
-    rows = table("layer", "times", "F", "B", "W", "activation bytes", "kept for W", "may leave", "parameter bytes")
-    for layer in profile.layers:
-        times = (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)
-        held = (layer.activation_bytes, layer.backward_weight_bytes, layer.offload_bytes, layer.parameter_bytes)
-        rows.add_row(layer.name, str(layer.repeat), *map(us_text, times), *(f"{size:,}" for size in held))
+    print_layers(profile)
     console = stdout()
-    console.print(rows)
     if ratio is not None:
         verdict = "copies can hide behind compute" if ratio <= 1 else "copies take longer than compute"
         console.print(f"\nk = {ratio:.2f}: a layer's offload and reload over its F, B and W; {verdict} (PipeOffload)")

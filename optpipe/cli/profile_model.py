@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from optpipe.cli.console import doing, print_json, stderr, stdout
 from optpipe.cli.profile_report import document as measured_document
-from optpipe.cli.profile_report import print_check, print_slices, print_stages
+from optpipe.cli.profile_report import print_check, print_layers, print_slices, print_stages
 from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError, needs_extra
 from optpipe.files import write_atomically
 from optpipe.mode_names import IN_LOW_PRECISION
@@ -57,6 +57,7 @@ class Options:
     splits: bool
     slices: Sequence[int]
     slice_by: SliceBy
+    machine: str | None = None
 
 
 def profile_model(model: str, options: Options, output: Path, as_json: bool) -> int:
@@ -129,6 +130,33 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
     for failure in failures:
         print(f"error: memory is not as predicted: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def predict_model(model: str, options: Options, machine: str, output: Path, as_json: bool) -> int:
+    """Predict the layers of a model on a machine, write the profile and print its figures."""
+    from optpipe.cluster.machine import Machine
+
+    with needs_extra("train", "running models without values"):
+        from optpipe.profile.predicted import predict_layers
+    from optpipe.profile.measured import without_margin
+    from optpipe.profile.without_values import WithoutValues
+
+    known, run = Machine.load(machine), WithoutValues()
+    with doing(f"running {model} without values"):
+        with nullcontext() if model.startswith("hf:") else run:
+            subject, _, each = _subject_and_placement(model, options)
+        memory_bytes = options.memory_bytes and without_margin(options.memory_bytes, options.memory_margin)
+        profile = predict_layers(run, subject, known, each, options.modes, memory_bytes)
+    write_atomically(output, profile.to_json() + "\n")
+    if as_json:
+        print_json({"output": str(output)} | profile.to_data())
+        return 0
+    console = stdout()
+    console.print(profile.name)
+    console.print(f"{profile.source}\n")
+    print_layers(profile)
+    console.print(f"wrote {output} ({profile.format})")
+    return 0
 
 
 def _check_options(options: Options) -> None:
@@ -226,7 +254,9 @@ def _hugging_face(model: str, options: Options) -> tuple[Subject, Sequence[int],
     else:
         alike = found.alike()
         measured = sorted({*alike})
-        built = found.build_stages(measured, compared)
+        if options.machine is not None:  # a layer that has no values computes nothing to compare
+            compared = []
+        built = found.build_stages(() if options.machine is not None else measured, compared)
         stages, placed = [built[u] for u in measured], range(len(measured))
         each = [(str(unit), measured.index(u)) for unit, u in zip(found.units, alike, strict=True)]
     subject = Subject(f"{batches.name}, {options.dtype}", stages, *batch[0], loss, compared=len(compared))

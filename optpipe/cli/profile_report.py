@@ -12,6 +12,7 @@ from optpipe.stage import Workspace
 from optpipe.units import percent_text, share_text, us_text
 
 if TYPE_CHECKING:
+    from optpipe.layers import LayerProfile
     from optpipe.profile.check import Check
     from optpipe.profile.measured import Measured, StageFigures
     from optpipe.profile.ops import Spread
@@ -48,6 +49,16 @@ def document(measured: Measured, check: Check | None, output: Path, written: str
             "failures": list(check.failures),
         }
     return result
+
+
+def print_layers(profile: LayerProfile) -> None:
+    """Print times and bytes of each layer."""
+    rows = table("layer", "times", "F", "B", "W", "activation bytes", "kept for W", "may leave", "parameter bytes")
+    for layer in profile.layers:
+        times = (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)
+        held = (layer.activation_bytes, layer.backward_weight_bytes, layer.offload_bytes, layer.parameter_bytes)
+        rows.add_row(layer.name, str(layer.repeat), *map(us_text, times), *(f"{size:,}" for size in held))
+    stdout().print(rows)
 
 
 def print_stages(measured: Measured) -> None:

@@ -87,7 +87,7 @@ class _Builder:
             name=f"{model.name}, {_name(one)}",
             microbatch_size=one.microbatch_size,
             layers=layers,
-            memory_bytes=self.usable_bytes,
+            memory_bytes=self.software.usable_bytes(facts.memory_bytes),
             link=Link(
                 latency_us=facts.network_latency_us if between else facts.link_latency_us,
                 bytes_per_us=facts.bytes_per_s(apart) / 1e6,
@@ -97,12 +97,6 @@ class _Builder:
             sequence=self.sequence,
             parallel=ParallelSizes(tensor=one.tensor * one.context, data=one.data),
         )
-
-    @property
-    def usable_bytes(self) -> int:
-        """Memory of a device without what driver, communicators and the allocator's fragments take."""
-        free = self.machine.facts.memory_bytes - self.software.context_bytes
-        return int(free / self.software.reserved)
 
     def _decoder(self, layer: ModelLayer, count: int) -> Layer:
         passes = self.costs.layer(layer)

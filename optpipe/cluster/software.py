@@ -29,6 +29,10 @@ class Software:
     context_bytes: int = 2 * GIB
     recipes_recompute: bool = False
 
+    def usable_bytes(self, memory_bytes: int) -> int:
+        """Memory of a device without what driver, communicators and the allocator's fragments take."""
+        return max(0, int((memory_bytes - self.context_bytes) / self.reserved))
+
 
 MEGATRON = Software()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import MethodType
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from optpipe.document import parse_json, read_bounded
 from optpipe.errors import InputError, Issue, shown
@@ -54,6 +57,43 @@ def ranges(sizes: Sequence[int]) -> list[range]:
 def joined(stages: Sequence[nn.Module], sizes: Sequence[int]) -> list[nn.Module]:
     """Blocks that run one after the other as fewer stages, each of so many of them."""
     return [nn.Sequential(*(stages[n] for n in part)) for part in ranges(sizes)]
+
+
+_OF_EVERY_MODULE = {*vars(nn.Module())}
+
+
+def structure(module: nn.Module) -> str:
+    """Text that two modules share if they differ in the values of their tensors alone.
+
+    Objects that are no numbers, texts or modules are the same only where they are one object. A module's number among
+    the layers (`layer_idx`), which caches ask for, does not count.
+    """
+    parts: list[object] = []
+    for name, part in module.named_modules():
+        tables: list[Mapping[str, Tensor | None]] = [part._parameters, part._buffers]
+        tensors = [(n, t is None or (t.shape, t.dtype, t.requires_grad)) for table in tables for n, t in table.items()]
+        own = {key: value for key, value in vars(part).items() if key not in _OF_EVERY_MODULE and key != "layer_idx"}
+        values = [(key, _identity(value)) for key, value in sorted(own.items())]
+        hooks = [[*map(id, vars(part)[table].values())] for table in ("_forward_hooks", "_forward_pre_hooks")]
+        parts.append((name, type(part), tensors, values, hooks))
+    return repr(parts)
+
+
+def _identity(value: Any) -> object:
+    """What tells a value from others: an object's number, unless it is made of numbers and texts."""
+    match value:
+        case bool() | int() | float() | str() | None | torch.dtype() | torch.Size():
+            return value
+        case list() | tuple():
+            return [_identity(part) for part in value]
+        case dict():
+            return [(key, _identity(part)) for key, part in value.items()]
+        case functools.partial():
+            return [_identity(part) for part in (value.func, value.args, value.keywords)]
+        case MethodType():
+            return id(value.__func__)
+        case _:
+            return id(value)
 
 
 def _sizes_of_text(cut: str, field: str) -> tuple[int, ...]:

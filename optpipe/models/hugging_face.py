@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue, needs_extra
 from optpipe.models.absent import Absent, prune, pruned_copy
-from optpipe.models.cut import Unit, evenly, parse_cut, ranges
+from optpipe.models.cut import Unit, evenly, parse_cut, ranges, structure
 from optpipe.models.hugging_face_stage import Balancing, ModelStage
 from optpipe.models.loss import LabelLoss, PerToken
 from optpipe.models.reads import OWN_STAGES, Cuttable, Reads, examine, image_like
@@ -174,13 +174,11 @@ class HuggingFace:
     def alike(self) -> list[int]:
         """For each unit the first that is equal to it but for the values of its weights."""
         types = getattr(self.config.get_text_config(), "layer_types", None) or ()
-        first: dict[Any, int] = {}
+        first: dict[str, int] = {}
         found = []
         for u, unit in enumerate(self.units):
-            modules = [self._whole.get_submodule(name) for name in unit.modules]
-            shapes = [[(n, p.shape, p.dtype) for n, p in module.named_parameters()] for module in modules]
-            kind = types[u] if u < len(types) else None
-            found.append(first.setdefault(f"{[type(m) for m in modules]} {shapes} {kind}", u))
+            modules = [structure(self._whole.get_submodule(name)) for name in unit.modules]
+            found.append(first.setdefault(f"{modules} {types[u] if u < len(types) else None}", u))
         return found
 
     def identity(self) -> dict[str, Any]:

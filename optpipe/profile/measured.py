@@ -33,6 +33,7 @@ from optpipe.profile.ops import (
     measure_op_sizes,
     measure_op_times,
     measure_slice_times,
+    stopwatch_for,
 )
 from optpipe.profile.slices import LengthCosts, Slicing, fit_length_costs, passes_us, relative_to_mean
 from optpipe.profile.subject import Chain, Subject
@@ -236,8 +237,7 @@ class Measured:
         """
         if each is None:
             each = [(f"layer {s}", s) for s in range(len(self.stages))]
-        alike = [list(group) for _, group in groupby(each, lambda layer: layer[1])]
-        outputs, copies = [*self.message_bytes, 0], None
+        copies = None
         moved_bytes = sum(f.sizes.offload_bytes for f in self.stages)
         offload_us, reload_us = (sum(f.times[kind].median_us for f in self.stages) for kind in "OR")
         if moved_bytes and offload_us and reload_us:
@@ -251,10 +251,7 @@ class Measured:
                 "format": "optpipe.layers/1",
                 "name": self.name[:200],
                 "microbatch_size": self.microbatch_size,
-                "layers": [
-                    _layer(group[0][0], self.stages[group[0][1]], outputs[group[0][1]]) | {"repeat": len(group)}
-                    for group in alike
-                ],
+                "layers": layer_entries(each, dict(enumerate(self.stages)), self.message_bytes),
                 "memory_bytes": None if memory_bytes is None else without_margin(memory_bytes, margin),
                 "link": {"latency_us": 0, "bytes_per_us": self.transfers.bytes_per_us(self.message_bytes)},
                 "copies": copies,
@@ -315,8 +312,8 @@ def measure(
     sizes = measure_op_sizes(chain, device, recomputing)
     lossy = [name for name in modes if name in IN_LOW_PRECISION]
     timed = {s: [*names, *lossy] for s, names in recomputing.items()}
-    times = measure_op_times(chain, device, rounds, clock, on_round, timed)
-    held = _held_bytes(chain, placement)
+    times = measure_op_times(chain, device, rounds, stopwatch_for(device, clock), on_round, timed)
+    held = held_bytes(chain, placement)
     own = {}
     for s, stage in chain.stages.items():
         received, gradient = chain.received(s, device), chain.gradient(s, device)
@@ -329,7 +326,7 @@ def measure(
     def add_slicing(lengths: Sequence[int]) -> None:
         nonlocal cut
         cut = chain.in_slices(lengths)
-        times = measure_slice_times(cut, device, rounds, clock, on_round, timed)
+        times = measure_slice_times(cut, device, rounds, stopwatch_for(device, clock), on_round, timed)
         for s, stage in cut[0].stages.items():
             samples, around = [one.samples[s][0] for one in cut], [(one.before(s), one.after(s)) for one in cut]
             sizes = measure_slices(stage, samples, around, modes=recomputing[s])
@@ -409,7 +406,7 @@ def _of_no_stage(modes: Sequence[str], of_stages: Sequence[Sequence[str]]) -> st
     return next((name for name in wanted if of_stages and without_offload(name) not in found), None)
 
 
-def _held_bytes(chain: Chain, placement: Sequence[int]) -> dict[int, int]:
+def held_bytes(chain: Chain, placement: Sequence[int]) -> dict[int, int]:
     """Bytes that each stage holds throughout; frozen parameters and buffers count once, trained ones with their copies.
 
     A tensor shared by stages of one device counts for the first of them.
@@ -472,6 +469,15 @@ def _copies(figures: StageFigures, kinds: Sequence[str], moved_bytes: int) -> di
         return None
     out, back = (_us(figures.times[kind]) for kind in kinds)
     return {"bytes": moved_bytes, "offload_us": out, "reload_us": back}
+
+
+def layer_entries(
+    each: Sequence[tuple[str, int]], figures: Mapping[int, StageFigures], message_bytes: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The layers of a layer profile: their names, each with the stage whose figures it has, equal neighbours as one."""
+    outputs = [*message_bytes, 0]
+    alike = [list(group) for _, group in groupby(each, lambda layer: layer[1])]
+    return [_layer(of[0][0], figures[of[0][1]], outputs[of[0][1]]) | {"repeat": len(of)} for of in alike]
 
 
 def _layer(name: str, figures: StageFigures, output_bytes: int) -> dict[str, Any]:

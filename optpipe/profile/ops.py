@@ -246,16 +246,16 @@ def measure_op_times(
     chain: Chain,
     device: torch.device,
     rounds: int,
-    clock: ClockName = "wall",
+    watch: Stopwatch | None = None,
     on_round: OnRound = lambda _round, _rounds: None,
     modes: Mapping[int, Iterable[str]] | None = None,
 ) -> Mapping[int, Mapping[str, Spread]]:
-    """Measure the times of each kind of op in each stage of this process.
+    """Measure the times of each kind of op in each stage of this process, by `watch`; None: by the wall clock.
 
     A compiled stage has no B and W. For each of a stage's `modes` there are C, O and R under its `kinds_of_mode`; no C
     for copies in low precision. Leaves no mark on the stages.
     """
-    times = measure_slice_times([chain], device, rounds, clock, on_round, modes)
+    times = measure_slice_times([chain], device, rounds, watch, on_round, modes)
     return {s: whole for s, [whole] in times.items()}
 
 
@@ -263,7 +263,7 @@ def measure_slice_times(
     slices: Sequence[Chain],
     device: torch.device,
     rounds: int,
-    clock: ClockName = "wall",
+    watch: Stopwatch | None = None,
     on_round: OnRound = lambda _round, _rounds: None,
     modes: Mapping[int, Iterable[str]] | None = None,
 ) -> Mapping[int, Sequence[Mapping[str, Spread]]]:
@@ -273,7 +273,7 @@ def measure_slice_times(
     """
     total = WARM_UP_ROUNDS + rounds
     with unchanged(slices[0].stages.values()):
-        measuring = _Rounds(slices, device, clock, modes or {})
+        measuring = _Rounds(slices, device, watch or stopwatch_for(device), modes or {})
         for number in range(total):
             on_round(number, total)
             if number == WARM_UP_ROUNDS:
@@ -292,9 +292,9 @@ class _Rounds:
     """
 
     def __init__(
-        self, slices: Sequence[Chain], device: torch.device, clock: ClockName, modes: Mapping[int, Iterable[str]]
+        self, slices: Sequence[Chain], device: torch.device, watch: Stopwatch, modes: Mapping[int, Iterable[str]]
     ) -> None:
-        self.watch = stopwatch_for(device, clock)
+        self.watch = watch
         self._modes = modes
         self._slices, self._device, self._sample = slices, device, 0
         self._stages = slices[0].stages

@@ -37,6 +37,14 @@ RETURNS = "(stages, inputs, targets, loss)"
 DATA_RETURNS = "(inputs, targets), two lists with one entry a microbatch"
 """Return value of a data callable, which is called with the number of a step."""
 
+
+class ValuesNeededError(Exception):
+    """An op that does not run without values as it does with them (`optpipe.profile.without_values`)."""
+
+    def __init__(self, detail: str, place: str) -> None:
+        super().__init__(f"{detail}{place}. Maybe measure it, without --machine.")
+
+
 SAMPLES = 4
 """Most microbatches measured in a profile: enough to detect sizes that depend on the data."""
 
@@ -455,6 +463,8 @@ def _output(subject: Subject, s: int, stage: Stage, received: Tree) -> Tree:
         if failure := compiler_failure(error):
             detail = f"stages[{s}]: torch.compile fails: {failure}. Maybe train without torch.compile."
             refuse(subject.name, "compiler_failed", detail)
+        if isinstance(error, ValuesNeededError):
+            refuse(subject.name, "needs_values", f"stages[{s}] ({kind}) {error}")
         refuse(
             subject.name,
             "stage_does_not_fit",

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.runtime.slices import Rebuilt, packed, unpacked
-from optpipe.runtime.torch_private import KeptByCheckpoint, kept_by_checkpoints, saving_through
+from optpipe.runtime.torch_private import FakeTensor, KeptByCheckpoint, kept_by_checkpoints, saving_through
 from optpipe.runtime.weight_gradients import is_distributed
 
 ALIGNMENT_BYTES = 64
@@ -52,7 +52,7 @@ class _Slot:
         self.flat: Tensor | None = flat
         self.dtype: torch.dtype | None = dtype
         self.size_bytes = len(flat)
-        self.device = flat.device
+        self.nothing = flat.new_empty(0)
 
 
 class _Copy:
@@ -205,7 +205,7 @@ class ActivationStore:
     def allocate(self) -> None:
         """PREPARE: allocate the device memory for `copy_in`."""
         for slot in (copy.slot for copy in self._copies):
-            slot.flat = torch.empty(slot.size_bytes, dtype=torch.uint8, device=slot.device)
+            slot.flat = slot.nothing.new_empty(slot.size_bytes)
 
     def copy_in(self) -> None:
         """R: copy the storages back. The slab is free for another copy that waits for this one."""
@@ -231,14 +231,14 @@ class ActivationStore:
         if is_distributed(tensor):
             with torch.no_grad():
                 return _SavedShard(self._pack(tensor.to_local()), tensor)  # type: ignore[attr-defined]
-        if type(tensor) not in (Tensor, nn.Parameter):
+        if type(tensor) not in (Tensor, nn.Parameter, FakeTensor):
             return tensor.detach()  # the storages of another subclass are unknown
         key, storage = storage_key(tensor), tensor.untyped_storage()
         if key in self._resident or not storage.nbytes():
             # The tensor itself would be a reference cycle: a part of the graph that keeps the graph alive.
             return tensor.detach()
         if key not in self._slots:
-            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            flat = tensor.new_empty(0, dtype=torch.uint8)
             self._slots[key] = _Slot(flat.set_(storage, 0, (storage.nbytes(),), (1,)), tensor.dtype)
         elif self._slots[key].dtype is not tensor.dtype:
             self._slots[key].dtype = None
@@ -258,7 +258,7 @@ class ActivationStore:
         if isinstance(saved, _SavedShard):
             return saved.whole(ActivationStore._unpack(saved.local))
         assert saved.slot.flat is not None, "a backward needs activations that are on the host"
-        empty = torch.empty(0, dtype=saved.dtype, device=saved.slot.device)
+        empty = saved.slot.flat.new_empty(0, dtype=saved.dtype)
         return empty.set_(saved.slot.flat.untyped_storage(), saved.offset, saved.shape, saved.strides)
 
 

@@ -26,7 +26,7 @@ from optpipe.runtime.messages import leaves, rebuild
 from optpipe.runtime.module_state import ModuleState
 from optpipe.runtime.rng import AllGeneratorStates
 from optpipe.runtime.slices import Rebuilt, packed, unpacked
-from optpipe.runtime.torch_private import saving_through
+from optpipe.runtime.torch_private import FakeTensor, saving_through
 from optpipe.runtime.weight_gradients import compiled_around, compiled_part, is_distributed
 
 
@@ -362,7 +362,7 @@ class Segment:
         seen: list[tuple[weakref.ref[torch.UntypedStorage], _View] | None] = []
 
         def pack(tensor: Tensor) -> int:
-            plain = type(tensor) is Tensor
+            plain = type(tensor) in (Tensor, FakeTensor)
             seen.append((weakref.ref(tensor.untyped_storage()), _view_of(tensor)) if plain else None)
             return len(seen) - 1
 
@@ -373,10 +373,10 @@ class Segment:
         self._count = len(seen)
         if self._compiled:
             self._graphs = _compiled_graphs(leaves(inputs), leaves(output))
-        made = {storage_key(part) for part in leaves(output) if type(part) is Tensor}
+        made = {storage_key(part): part for part in leaves(output) if type(part) in (Tensor, FakeTensor)}
         for number, entry in enumerate(seen):
             if entry is not None and (storage := entry[0]()) is not None and storage._cdata in made:
-                self._outputs[number] = hold(entry[1].of(storage))
+                self._outputs[number] = hold(entry[1].of(made[storage._cdata]))
         self._form = rebuild(inputs, [None] * len(leaves(inputs)))
         self._input = [
             _Held(hold(part), part.requires_grad) if isinstance(part, Tensor) else part for part in leaves(inputs)
@@ -476,10 +476,10 @@ class _View(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """The view of a storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.shape, self.strides)
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of a tensor's storage."""
+        empty = tensor.new_empty(0, dtype=self.dtype)
+        return empty.set_(tensor.untyped_storage(), self.offset, self.shape, self.strides)
 
 
 def _view_of(tensor: Tensor) -> _View:

@@ -17,6 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+# Tensors of shapes and dtypes alone, which run without memory.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
 # The end of torch.autograd.backward, without its checks of shapes, which the engine makes again: they take half of the
 # time of an empty backward.
 from torch.autograd.graph import _engine_run_backward as run_backward
@@ -25,16 +33,28 @@ from torch.autograd.graph import saved_tensors_hooks
 # The one way to see every allocation of an operator.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Integers keep their values among fake tensors: their ops run as if no mode was entered.
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
 # Outputs of transformers are trees that it registers there.
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _VersionWrapper as KeptByCheckpoint
 
+# Operations of each product, which FlopCounterMode adds up over modules instead of passes.
+from torch.utils.flop_counter import flop_registry
+
 __all__ = [
     "ANY_LEAF",
     "GROUPED_PRODUCTS",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
     "KeptByCheckpoint",
     "TorchDispatchMode",
     "computes_given_gradients_alone",
+    "fakes_convertible",
+    "flop_registry",
     "is_compiler_error",
     "is_transforming",
     "kept_by_checkpoints",
@@ -42,6 +62,7 @@ __all__ = [
     "saving_through",
     "tree_leaves",
     "tree_map_only",
+    "without_modes",
 ]
 
 GROUPED_PRODUCTS: list[Any] = [
@@ -64,6 +85,24 @@ def kept_by_checkpoints(wrap: Callable[[Any], KeptByCheckpoint]) -> Iterator[Non
         yield
     finally:
         torch.utils.checkpoint._VersionWrapper = KeptByCheckpoint  # type: ignore[misc]
+
+
+@contextmanager
+def fakes_convertible() -> Iterator[None]:
+    """Context in which modules of fake tensors can be moved and cast.
+
+    They are swapped with their new values, which torch refuses where the fake mode itself has weak references to them.
+    Of fakes on one device the data can be set instead.
+    """
+    swap, torch.utils.swap_tensors = torch.utils.swap_tensors, _set_data
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    tensor.data = new
 
 
 def saving_through(

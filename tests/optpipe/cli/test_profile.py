@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -180,6 +181,50 @@ def test_modes_of_stages_from_measured_layers_are_those_of_measured_stages(cli: 
             assert one.segment_bytes / 3 < other.segment_bytes <= one.segment_bytes, "a bound, but no loose one"
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3-moe"])
+def test_layers_predicted_for_a_machine_have_the_bytes_of_a_run(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = tiny_models.config(name)
+    config.vocab_size = 256  # letters of the text that is read
+    monkeypatch.setattr(config, "output_router_logits", False, raising=False)
+    config.save_pretrained(tmp_path)
+    options = ("--model", f"hf:{tmp_path}", "--sequence", 8, "--microbatch-size", 1, "--modes", "selective")
+    profiles = []
+    for how in (("--machine", "h100"), ("--format", "layers", "--rounds", 1, "--dtype", "bfloat16")):
+        run = cli("profile", *options, *how, "-o", tmp_path / "layers.json", "--json")
+        assert run.code == 0, run.err
+        profiles.append(LayerProfile.load(tmp_path / "layers.json"))
+    predicted, measured = profiles
+    assert "predicted for h100, nothing measured" in predicted.source
+    assert "of models that were not fitted are within" in predicted.source
+    assert [layer.repeat for layer in predicted.layers] == [1, tiny_models.LAYERS - 1, 1]
+    for own, run_layer in zip(predicted.layers, measured.layers, strict=True):
+        recomputation = [one.recomputation and one.recomputation.kept_bytes for one in (own, run_layer)]
+        assert recomputation[0] == recomputation[1]
+        found, expected = (
+            {key: value for key, value in one.to_data().items() if key.endswith("bytes")} for one in (own, run_layer)
+        )
+        assert found == expected
+
+
+@pytest.mark.slow  # half a minute
+def test_a_model_of_70b_is_predicted_without_memory(cli: Cli, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    sizes |= {"num_hidden_layers": 80, "vocab_size": 128256, "max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    out = tmp_path / "layers.json"
+    options = ("--machine", "h100", "--sequence", 8192, "--microbatch-size", 1)
+    assert cli("profile", "--model", f"hf:{tmp_path}", *options, "-o", out).code == 0
+    profile = LayerProfile.load(out)
+    frequencies_bytes = 2 * 64 * 4  # of rotary positions, as each layer has them to itself
+    held_bytes = sum(layer.parameter_bytes for layer in profile.each_layer)
+    assert held_bytes == 18 * 70_553_706_496 + 81 * frequencies_bytes
+    layer, products = profile.layers[1], 2 * 8192 * (855_654_400 - 2 * 8192)
+    assert layer.repeat == 79
+    assert layer.forward_us > products / (989.4e6 * 0.71)
+
+
 BAD = [
     (
         ("--from-table", TABLE, "--model", "small"),
@@ -231,6 +276,16 @@ BAD = [
     (("--from-table", TABLE, "--stages", 200), "--placement gives 200 stages on 200 devices, into which 102 layers"),
     (("--from-table", TABLE, "--stages", 2), "the parameters of a device's stages at most 72,000,000,000 bytes"),
     (("--from-table", TABLE, "--format", "problem"), "--devices is missing"),
+    (("--from-table", TABLE, "--machine", "h100"), "--machine has no meaning here: --from-table takes everything"),
+    (
+        ("--model", "tiny", "--layers", 2, "--machine", "h100", "--devices", 2),
+        "--devices has no meaning here: --machine predicts layers, which 'optpipe plan' cuts",
+    ),
+    (
+        ("--model", "tiny", "--layers", 2, "--machine", "h100", "--rounds", 2),
+        "--rounds has no meaning here: --machine computes nothing",
+    ),
+    (("--model", "tiny", "--layers", 2, "--machine", "h10"), "--machine is 'h10', which is no known machine and no"),
 ]
 
 
