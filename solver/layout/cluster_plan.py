@@ -12,7 +12,7 @@ from typing import Any
 
 from optpipe.cluster.costs import CostModel, work
 from optpipe.cluster.layers import strategy_layers, strategy_partition
-from optpipe.cluster.strategy import Strategy
+from optpipe.cluster.strategy import V_SHAPED, Strategy
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
 from optpipe.partition import Partition
@@ -21,7 +21,7 @@ from optpipe.schedule import Schedule
 from solver.layout.candidates import Search, candidates
 from solver.layout.fitting import Job
 from solver.layout.ranking import Judged, rank
-from solver.layout.strategies import AXES, FIELDS, Fixed, Rated, Rater, rate_all, values_of
+from solver.layout.strategies import AXES, CLOSED_FORMS, FIELDS, Fixed, Rated, Rater, rate_all, values_of
 from solver.limits import Limits
 from solver.trainer_settings import Setting, nearest_settings
 
@@ -278,7 +278,7 @@ def plan_cluster(
             break
         tried.add(_family(one))
         share = replace(limits, time_limit_s=left_s / (MOST_SOLVED - number), began=time.perf_counter())
-        found = solve_family(job, one, share)
+        found = solve_family(job, one, fixed, share)
         if found is not None:
             solved = sorted([*plan.solved, found], key=lambda one: one.seconds)
             plan = replace(plan, ratings=_with(job, plan.ratings, found), solved=solved)
@@ -325,16 +325,28 @@ def _ranks(job: Job, strategy: Strategy, schedule: Schedule | None) -> list[dict
     return ranks
 
 
-def solve_family(job: Job, rated: Rated, limits: Limits) -> Solved | None:
-    """Cut and schedule a family: all placements, modes of activations and cuts that a layout search has."""
+def _placements(strategy: Strategy, fixed: Fixed) -> list[str]:
+    """Placements that fixed numbers of stages and fixed schedules leave, the plainest first."""
+    chunks = max(2, strategy.virtual)
+    looped = f"interleaved-{chunks}"
+    counts = {"linear": 1} if strategy.pipeline == 1 else {"linear": 1, looped: chunks, "v": 2}
+    schedules = fixed.get("schedule", CLOSED_FORMS)
+    left = {"v" if name in V_SHAPED else "linear" if 1 in CLOSED_FORMS[name] else looped for name in schedules}
+    return [name for name, count in counts.items() if name in left and count in fixed.get("vpp", (count,))]
+
+
+def solve_family(job: Job, rated: Rated, fixed: Fixed, limits: Limits) -> Solved | None:
+    """Cut and schedule a family: all placements, modes of activations and cuts that a layout search has.
+
+    Stages on a device and published schedules that are fixed leave placements out. None where nothing is left.
+    """
     one = replace(rated.strategy, recompute="none")
     m = one.microbatches(job.global_batch)
     efficiencies = job.machine.efficiencies_of(one.precision, job.software_name)
     layers = strategy_layers(job.model, job.machine, one, job.sequence, job.software, efficiencies)
-    placements = ["linear"]
-    if one.pipeline > 1:
-        placements += [f"interleaved-{one.virtual}"] if one.virtual > 1 else ["interleaved-2"]
-        placements.append("v")
+    placements = _placements(one, fixed)
+    if not placements:
+        return None
     search = Search(
         one.pipeline,
         m * one.microbatch_size,

@@ -9,10 +9,12 @@ import pytest
 from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import load_model
 from optpipe.cluster.software import MEGATRON
+from optpipe.cluster.strategy import Strategy
 from optpipe.errors import InputError
 from optpipe.verify import verify
-from solver.layout.cluster_plan import plan_cluster
+from solver.layout.cluster_plan import _placements, plan_cluster
 from solver.layout.fitting import Job
+from solver.layout.strategies import Fixed
 from solver.limits import Limits
 
 
@@ -47,6 +49,24 @@ def test_ties_go_to_the_simplest() -> None:
     plan = plan_cluster(job(), 64, {}, Limits(0.1))
     assert not plan.solved
     assert all(one.axes >= plan.best.axes for one in plan.ratings[: plan.ties])
+
+
+@pytest.mark.parametrize(
+    ("virtual", "fixed", "placements"),
+    [
+        (1, {}, ["linear", "interleaved-2", "v"]),
+        (5, {}, ["linear", "interleaved-5", "v"]),
+        (1, {"vpp": [1]}, ["linear"]),
+        (2, {"vpp": [2, 3]}, ["interleaved-2", "v"]),
+        (3, {"vpp": [3]}, ["interleaved-3"]),
+        (2, {"schedule": ["1f1b", "interleaved-1f1b"]}, ["linear", "interleaved-2"]),
+        (2, {"schedule": ["zb-v"]}, ["v"]),
+        (2, {"schedule": ["zb-v"], "vpp": [1]}, []),
+    ],
+)
+def test_what_is_fixed_leaves_placements_out(virtual: int, fixed: Fixed, placements: list[str]) -> None:
+    assert _placements(Strategy(pipeline=4, virtual=virtual), fixed) == placements
+    assert _placements(Strategy(), {}) == ["linear"]
 
 
 def test_a_plan_ends_in_time() -> None:
