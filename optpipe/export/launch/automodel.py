@@ -116,6 +116,12 @@ def _refuse(launch: Launch) -> None:
     elif model.predicted_tokens and best.cp > 1 and best.pp > 1:
         detail = f"is {best.cp}, which excludes multi-token prediction in a pipeline."
         field, detail = "cp", f"{detail} Maybe plan with --cp 1."
+    elif launch.microbatches < best.pp:
+        field, detail = (
+            "pp",
+            f"is {best.pp}, but a step has {launch.microbatches} microbatches, and its recipe needs as",
+        )
+        detail += " many. Maybe plan with a smaller --pp or --dp."
     elif best.pp > 1 and model.model_type in OTHER_MODULES:
         detail = f"is {best.pp}, but a {model.model_type} is not cut into stages there. Maybe --to megatron."
         field = "pp"
@@ -128,5 +134,3 @@ def _lost(launch: Launch) -> Iterator[str]:
     yield from launch.lost_by_fsdp()
     if best.precision == "fp4":
         yield "precision: fp4 is not set: products run in 16 bits, slower"
-    if best.pp > 1 and launch.microbatches < best.pp:
-        yield "microbatches: its recipe needs at least as many as devices of the pipeline"

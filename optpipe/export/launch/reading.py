@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
@@ -18,13 +18,17 @@ from optpipe.document import Document
 from optpipe.errors import InputError, Issue
 from optpipe.export.megatron_layout import layout_text
 from optpipe.mode_names import KEPT, OFFLOAD
-from optpipe.units import bytes_text
+from optpipe.units import bytes_text, time_text
 
 IN_LOOPS = {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"}
 """Orders that every trainer has, by the names of published schedules."""
 LARGEST_HOST = 16
 """Most GPUs of a host; a machine of more in one NVLink domain has hosts of `GPUS_OF_A_TRAY`."""
 GPUS_OF_A_TRAY = 4
+
+
+Size = Annotated[int, Field(ge=1, le=2**40)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Part(Document):
@@ -37,46 +41,46 @@ class Published(_Part):
     """The published schedule in closed form by which the strategy was rated: it fits."""
 
     schedule: str
-    vpp: int
-    cut: list[int]
+    vpp: Size
+    cut: list[Size]
     recompute: Recompute
-    seconds: float
+    seconds: Seconds
 
 
 class InOrder(_Part):
     """The plan's cut in the order of 1F1B or interleaved 1F1B: the nearest that all activations are treated alike."""
 
     activations: str
-    seconds: float
-    short_bytes: int
+    seconds: Seconds
+    short_bytes: int = Field(ge=0)
 
 
 class Activations(_Part):
     """Activations of a step, over stages and microbatches."""
 
-    all: int
-    offloaded: int
-    recomputed: int
+    all: Size
+    offloaded: int = Field(ge=0)
+    recomputed: int = Field(ge=0)
 
 
 class Best(_Part):
     """The strategy to take."""
 
-    tp: int
-    cp: int
-    ep: int
-    etp: int
-    dp: int
-    pp: int
-    vpp: int
-    microbatch_size: int
+    tp: Size
+    cp: Size
+    ep: Size
+    etp: Size
+    dp: Size
+    pp: Size
+    vpp: Size
+    microbatch_size: Size
     sharding: Sharding
     recompute: Recompute
     precision: Precision
     schedule: str
-    seconds: float
+    seconds: Seconds
     placement: str
-    cut: list[int]
+    cut: list[Size]
     schedule_file: str | None
     published: Published
     activations: Activations | None = None
@@ -90,10 +94,10 @@ class PlanDocument(_Part):
     model: str
     config: dict[str, Any]
     machine: str
-    gpus_per_node: int = Field(ge=1)
-    gpus: int = Field(ge=1)
-    sequence: int = Field(ge=1)
-    global_batch: int = Field(ge=1)
+    gpus_per_node: Size
+    gpus: Size
+    sequence: Size
+    global_batch: Size
     best: Best | None
 
 
@@ -131,7 +135,7 @@ class Launch:
             ("published.cut", best.published.cut, best.published.vpp),
         ):
             layers = len(model.layers) + 2
-            if len(cut) != best.pp * virtual or sum(cut) != layers or min(cut) < 1:
+            if len(cut) != best.pp * virtual or sum(cut) != layers:
                 detail = (
                     f"has {sum(cut)} layers in {len(cut)} stages, but pp x vpp = {best.pp * virtual} stages divide "
                     f"{layers} layers, embedding and head included. Maybe plan again."
@@ -196,13 +200,23 @@ class Launch:
         if fixed is not None and not fixed.short_bytes and (offloads or fixed.activations != OFFLOAD):
             recompute: Recompute = "none" if fixed.activations in (KEPT, OFFLOAD) else "full"
             order = "interleaved-1f1b" if best.vpp > 1 else "1f1b"
-            return Pipeline(best.cut, order, recompute, fixed.activations == OFFLOAD, fixed.seconds)
+            return self._checked(Pipeline(best.cut, order, recompute, fixed.activations == OFFLOAD, fixed.seconds))
         if published.schedule not in IN_LOOPS:
             detail = f"is {published.schedule}, and this trainer runs 1F1B and interleaved 1F1B alone. Maybe plan with "
             detail += "--schedule 1f1b,interleaved-1f1b"
             detail += ", or export --to torchtitan, which runs the plan's own order." if best.schedule_file else "."
             raise InputError([Issue("best.published.schedule", "cannot_run", detail)])
-        return Pipeline(published.cut, published.schedule, published.recompute, False, published.seconds)
+        return self._checked(Pipeline(published.cut, published.schedule, published.recompute, False, published.seconds))
+
+    def _checked(self, runs: Pipeline) -> Pipeline:
+        """The pipeline. Raises InputError for interleaved 1F1B of fewer microbatches than devices."""
+        if len(runs.cut) > self.best.pp > self.microbatches:
+            detail = (
+                f"is {self.best.pp}, but a step has {self.microbatches} microbatches, and interleaved 1F1B needs as "
+            )
+            detail += "many. Maybe plan with --vpp 1, or a smaller --pp or --dp."
+            raise InputError([Issue("best.pp", "cannot_run", detail)])
+        return runs
 
     def layout(self, cut: Sequence[int]) -> str:
         """Layout string of Megatron-LM of a cut."""
@@ -229,13 +243,13 @@ class Launch:
         best = self.best
         if best.schedule_file is None:
             return
-        slower = runs.seconds / best.seconds - 1
+        step, planned = time_text(runs.seconds * 1e6), time_text(best.seconds * 1e6)
         yield (
-            f"order: {IN_LOOPS[runs.order]} in place of the plan's {best.schedule}: {runs.seconds:.3g} s a step by "
-            f"the cost model, the plan's {best.seconds:.3g} s ({slower:+.1%})"
+            f"order: {IN_LOOPS[runs.order]} in place of the plan's {best.schedule}: {step} a step by the cost model, "
+            f"the plan's {planned} ({runs.seconds / best.seconds - 1:+.1%})"
         )
         if runs.cut != best.cut:
-            why = "its stages are on a V"
+            why = "its stages are on a V (plan with --schedule 1f1b,interleaved-1f1b for others)"
             if best.in_1f1b is not None:
                 short_bytes = best.in_1f1b.short_bytes
                 why = "it needs offload in this order"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from optpipe.export.launch.reading import Launch
+from optpipe.units import time_text
 
 WIDTH = 118
 
@@ -14,7 +15,9 @@ WIDTH = 118
 def header(launch: Launch, cut: Sequence[int], lost: Sequence[str], seconds: float) -> str:
     """Comments on the job, the predicted step, and what the trainer does not run of the plan."""
     lines = wrap(launch.title(cut), WIDTH)
-    lines.append(f"Predicted for what this file starts: {seconds:.3g} s a step, by formula; nothing was measured.")
+    lines.append(
+        f"Predicted for what this file starts: {time_text(seconds * 1e6)} a step, by formula; nothing was measured."
+    )
     if lost:
         lines.append("Lost against the plan:")
         for sentence in lost:

@@ -49,6 +49,7 @@ def scheduled(plan: Plan, cut: list[int], placement: str = "interleaved-2", **in
 UNEVEN = [1, 6, 5, 4, 5, 5, 7, 1]  # the embedding alone, the head alone
 LLAMA = planned(pp=4, tp=2, cp=2, dp=1, vpp=2, microbatch_size=2, recompute="full")
 SEARCHED = scheduled(LLAMA, UNEVEN)
+FEW = LLAMA | {"global_batch": 4}
 EXPERTS = planned("deepseek-v3", 256, "b200", pp=8, ep=32, tp=1, cp=1, vpp=1, microbatch_size=1)
 
 
@@ -239,6 +240,7 @@ def test_every_model_has_a_trainer(name: str) -> None:
         ),
         ("bridge", planned("mixtral-8x7b", 64, pp=4), "model is of model_type 'mixtral', which Megatron Bridge has no"),
         ("automodel", planned("qwen3-30b-a3b", 64, pp=4, tp=2), "best.tp is 2, but models with experts take tensor"),
+        ("bridge", FEW, "best.pp is 4, but a step has 2 microbatches, and interleaved 1F1B needs as many. Maybe plan"),
         ("automodel", LLAMA | {"best": None}, "best is null: no strategy of this plan fits. Maybe plan for more GPUs."),
         ("megatron", LLAMA | {"format": "optpipe.plan/2"}, "format"),
         ("megatron", LLAMA | {"gpus": 32}, "dp makes dp x tp x cp x pp = 16 GPUs but there are 32. Maybe dp 2."),
@@ -247,7 +249,11 @@ def test_every_model_has_a_trainer(name: str) -> None:
             scheduled(LLAMA, [4] * 8),
             "best.cut has 32 layers in 8 stages, but pp x vpp = 8 stages divide 34",
         ),
-        ("megatron", scheduled(LLAMA, [0, *UNEVEN[1:-1], 2]), "best.cut has 34 layers in 8 stages"),
+        (
+            "megatron",
+            scheduled(LLAMA, [0, *UNEVEN[1:-1], 2]),
+            "best.cut[0] is 0: input should be greater than or equal to 1",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(trainer: str, plan: Plan, message: str) -> None:
