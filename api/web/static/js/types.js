@@ -143,7 +143,7 @@
  * @property {number} error of predictions on the machine; 0: nothing was measured there
  * @property {boolean} complete
  * @property {string[]} assumptions
- * @property {{bytes: number, reserved: number, context_bytes: number}} memory of a GPU
+ * @property {number} device_memory_bytes of a GPU
  * @property {Record<string, any> | null} best
  * @property {(Strategy & Record<string, number | string>)[]} strategies
  *

@@ -30,7 +30,8 @@ const MEMORY = {
   activations: "activations",
   logits: "logits",
   transient: "transient",
-  reserved: "reserved, libraries",
+  fragments: "reserved, not used",
+  context: "libraries",
 };
 
 /** Shares below it are left out of a legend and of lists. */
@@ -57,14 +58,10 @@ export function timeParts({ seconds, lost_s: lost }) {
  * Parts of what a rank holds, in bytes.
  *
  * @param {Record<string, number>} held
- * @param {import("../types.js").Plan["memory"]} memory
  * @returns {Part[]}
  */
-function memoryParts(held, memory) {
-  const allocated = Object.values(held).reduce((sum, bytes) => sum + bytes, 0);
-  /** @type {Record<string, number>} */
-  const all = { ...held, reserved: allocated * (memory.reserved - 1) + memory.context_bytes };
-  return Object.entries(MEMORY).map(([name, label]) => ({ name: `held-${name}`, label, amount: all[name] ?? 0 }));
+function memoryParts(held) {
+  return Object.entries(MEMORY).map(([name, label]) => ({ name: `held-${name}`, label, amount: held[name] ?? 0 }));
 }
 
 /**
@@ -141,12 +138,12 @@ export function fillTimes(list, strategy) {
  * @param {HTMLElement} host
  * @param {HTMLElement} legend
  * @param {Strategy} strategy
- * @param {import("../types.js").Plan["memory"]} memory
+ * @param {number} budget bytes of a GPU
  */
-export function fillRanks(host, legend, { ranks = [], memory_bytes: fullest }, memory) {
-  const rows = ranks.map((held) => memoryParts(held, memory));
+export function fillRanks(host, legend, { ranks = [], memory_bytes: fullest }, budget) {
+  const rows = ranks.map(memoryParts);
   const totals = rows.map((parts) => parts.reduce((sum, { amount }) => sum + amount, 0));
-  const whole = 1.02 * Math.max(memory.bytes, ...totals);
+  const whole = 1.02 * Math.max(budget, ...totals);
   host.replaceChildren(
     ...rows.flatMap((parts, rank) => {
       const track = element("div", "", "rank-track");
@@ -154,7 +151,7 @@ export function fillRanks(host, legend, { ranks = [], memory_bytes: fullest }, m
       bar.setAttribute("role", "img");
       fillStack(bar, parts.filter(({ amount }) => amount > LEAST_SHARE * whole), whole);
       const limit = element("span", "", "rank-limit");
-      limit.style.left = `${(100 * memory.bytes) / whole}%`;
+      limit.style.left = `${(100 * budget) / whole}%`;
       track.append(bar, limit);
       return [element("span", String(rank), "faint"), track, element("span", bytesText(totals[rank]))];
     }),
@@ -163,7 +160,7 @@ export function fillRanks(host, legend, { ranks = [], memory_bytes: fullest }, m
   const names = new Set(rows.flat().filter(({ amount }) => amount > LEAST_SHARE * whole).map(({ name }) => name));
   fillLegend(legend, (rows[0] ?? []).filter(({ name }) => names.has(name)));
   if (!rows.length) return;
-  const item = element("li", `budget ${bytesText(memory.bytes)}`);
+  const item = element("li", `budget ${bytesText(budget)}`);
   item.prepend(element("span", "", "swatch swatch-budget"));
   legend.append(item);
 }

@@ -398,7 +398,7 @@ class PlanView {
       step: timeText(1e6 * plan.best?.seconds),
       tokens: Math.round(plan.best?.tokens_per_s_per_gpu).toLocaleString("en-US"),
       utilization: percentText(plan.best?.utilization),
-      fullest: `${bytesText(best?.memory_bytes)} of ${bytesText(plan.memory.bytes)}`.replace(/(\s\S+)( of .*)\1$/, "$2$1"),
+      fullest: `${bytesText(best?.memory_bytes)} of ${bytesText(plan.device_memory_bytes)}`.replace(/(\s\S+)( of .*)\1$/, "$2$1"),
       bound: timeText(1e6 * plan.best?.bound_s),
       gap: this.#job?.gap ? `gap ${percentText(this.#job.gap)}` : "",
     };
@@ -426,7 +426,7 @@ class PlanView {
     part(this.root, "opened-text", HTMLElement).textContent = openedText(strategy, plan);
     fillTimes(part(this.root, "times", HTMLElement), strategy);
     const legend = part(this.root, "memory-legend", HTMLElement);
-    fillRanks(part(this.root, "ranks", HTMLElement), legend, strategy, plan.memory);
+    fillRanks(part(this.root, "ranks", HTMLElement), legend, strategy, plan.device_memory_bytes);
     if (byUser) {
       this.#isChosen = true;
       this.#writeQuery();
