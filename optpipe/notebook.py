@@ -190,9 +190,14 @@ _LOOK = "max-width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt"
 
 
 @singledispatch
-def render_figure(_shown: object) -> str:
-    """Figure of an object as an HTML fragment: a sentence if it is too large, empty if the object has none."""
-    return ""
+def render_figure(shown: object) -> str:
+    """Figure of an object as an HTML fragment: a sentence if it is too large, empty if the object has none.
+
+    An object of another package has one by a method `svg`, which may return nothing.
+    """
+    draw = getattr(shown, "svg", None)
+    picture = draw() if draw else b""
+    return _embedded(picture) if picture else ""
 
 
 @render_figure.register
@@ -218,15 +223,21 @@ def _comparison_figure(several: SideBySide) -> str:
     return _unless_too_large(schedules, lambda: render_comparison(several.best_first, "svg"), instead)
 
 
+def _embedded(picture: bytes) -> str:
+    """An SVG for a page: without its prolog, and without the metadata, styles and ids that would affect other parts.
+
+    Ids that are referred to stay: matplotlib derives them from their content, so equal ids are equal objects.
+    """
+    svg = picture.decode()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"\s*<metadata>.*?</metadata>|\s*<style[^>]*>[^<]*</style>", "", svg, flags=re.S)
+    return re.sub(r'<g id="[^"]*"', "<g", svg).replace("<svg ", f'<svg style="{_LOOK}" ', 1)
+
+
 def _unless_too_large(schedules: Sequence[Schedule], draw: Callable[[], bytes], instead: str) -> str:
     ops = sum(len(stream) for schedule in schedules for device in schedule.devices for _, stream in device.streams())
     if ops <= MOST_OPS:
-        # Without its prolog, and without the metadata, styles and ids that would affect other parts of the page. Ids
-        # that are referred to stay: matplotlib derives them from their content, so equal ids are equal objects.
-        svg = draw().decode()
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"\s*<metadata>.*?</metadata>|\s*<style[^>]*>[^<]*</style>", "", svg, flags=re.S)
-        svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace("<svg ", f'<svg style="{_LOOK}" ', 1)
+        svg = _embedded(draw())
         if len(svg.encode()) <= MOST_BYTES:
             return svg
     return f"<p>A picture of {ops:,} ops is too large for a notebook; <code>{instead}</code> draws it to a file.</p>"

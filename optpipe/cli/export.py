@@ -20,7 +20,7 @@ from optpipe.export import EXPORTERS, Exported, exporter
 from optpipe.export.launch import TRAINERS, launch_files
 from optpipe.files import check_writable, make_folder, write_atomically
 from optpipe.mode_names import FULL, OFFLOAD
-from optpipe.units import share_text, us_text
+from optpipe.units import share_text, time_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.document import Document
@@ -157,9 +157,8 @@ def _launch(folder: Path, trainer: str, output: Path, as_json: bool) -> int:
         return 0
     for sentence in launched.lost:
         stdout().print(f"lost: {sentence}")
-    stdout().print(
-        f"predicted {launched.seconds:.3g} s a step; wrote {', '.join(str(output / name) for name in files)}"
-    )
+    written = ", ".join(str(output / name) for name in files)
+    stdout().print(f"predicted {time_text(launched.seconds * 1e6)} a step; wrote {written}")
     return 0
 
 

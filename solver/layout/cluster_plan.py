@@ -13,11 +13,13 @@ from typing import Any
 from optpipe.cluster.costs import CostModel, work
 from optpipe.cluster.layers import strategy_layers, strategy_partition
 from optpipe.cluster.strategy import V_SHAPED, Strategy
+from optpipe.display import Displayed, Summary
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
 from optpipe.partition import Partition
 from optpipe.placement import Kind, placement_name
 from optpipe.schedule import Schedule
+from optpipe.units import bytes_text, percent_text, time_text
 from solver.layout.candidates import Search, candidates
 from solver.layout.fitting import Job
 from solver.layout.ranking import Judged, rank
@@ -83,7 +85,7 @@ class Solved:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Displayed):
     """All strategies of a job with their ends, the best first; those solved; and the one to take."""
 
     job: Job
@@ -125,6 +127,36 @@ class Plan:
         kinds = costs.devices().sum((0, 1))
         busy_s = float(kinds @ work(products=1, attention=1, experts=1)) * self.job.global_batch / self.gpus
         return busy_s / seconds
+
+    def summary(self) -> Summary:
+        """The fastest strategies, for notebooks."""
+        title, best = f"{self.job.model.name} on {self.gpus:,} {self.job.machine.name}", self.best
+        fastest = [one for one in self.ratings[:SHOWN_WORK] if one.end == "solved"]
+        if not fastest:
+            return Summary(title, [("", "nothing fits")])
+        facts = [
+            ("take", best.name),
+            ("a step", time_text(best.seconds * 1e6)),
+            ("no strategy below", time_text(min(one.bound_s for one in self.ratings) * 1e6)),
+        ]
+        rows = [
+            (
+                one.name,
+                time_text(one.seconds * 1e6),
+                f"{self.tokens_per_s(one.seconds):,.0f}",
+                percent_text(self.utilization(one.seconds)),
+                bytes_text(one.memory_bytes),
+                one.reason,
+            )
+            for one in fastest
+        ]
+        return Summary(title, facts, ("strategy", "step", "tokens/s/GPU", "MFU", "memory", "schedule"), rows)
+
+    def svg(self) -> bytes:
+        """The picture of `optpipe plan --plot`, for notebooks; empty where nothing fits."""
+        from optpipe.plot import render_plan
+
+        return render_plan(self.document(), "svg") if self.best.end == "solved" else b""
 
     def document(self) -> dict[str, Any]:
         """The plan as `optpipe.plan/1`."""
