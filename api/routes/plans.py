@@ -24,6 +24,7 @@ from api.routes.schedules import INLINE_BYTES
 from api.service import TheService
 from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import load_model, named_models
+from optpipe.errors import InputError
 from solver.layout.strategies import FIELDS, read_degrees
 
 router = APIRouter(prefix="/v1", tags=["plans"])
@@ -128,7 +129,8 @@ async def schedule(
         str,
         Query(
             max_length=300,
-            description="Of this strategy, such as `tp=8,pp=4,vpp=5`: what was found for it, else its published one.",
+            description="Of the first strategy with these values: what was found for it, else its published one.",
+            examples=["tp=8,pp=4,vpp=5"],
         ),
     ] = "",
     if_none_match: Annotated[str, Header()] = "",
@@ -136,7 +138,10 @@ async def schedule(
     """The schedule of the best strategy, or of another one: of one pipeline, verified."""
     if not strategy:
         return await documents.best_schedule(service, owner, job_id, format, drop_offload, if_none_match)
-    wanted = read_degrees(strategy, "strategy")
+    try:
+        wanted = read_degrees(strategy, "strategy")
+    except InputError as error:  # a parameter stands outside the body: no pointer leads to it
+        raise unprocessable("bad_parameter", f"the query parameter {error}") from None
     plan = await service.store.best_plan(job_id, owner)
     entries = (await asyncio.to_thread(json.loads, plan.text))["strategies"]
     entry = next((one for one in entries if wanted.items() <= one.items()), None)

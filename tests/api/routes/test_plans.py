@@ -52,7 +52,9 @@ def test_a_plan_is_a_job(client: Client) -> None:
     assert verify(drawn).ok
     assert len(drawn.problem.devices) == other["pp"]
     assert len(drawn.problem.stages) == other["pp"] * other["vpp"]
-    assert client.get(f"{path}/schedule", params={"strategy": "tp=3"}).json()["errors"][0]["code"] == "unknown_strategy"
+    for text, code in (("tp=3", "unknown_strategy"), ("tp=x", "bad_parameter"), ("tp", "bad_parameter")):
+        [fault] = client.get(f"{path}/schedule", params={"strategy": text}).json()["errors"]
+        assert (fault["pointer"], fault["code"]) == ("", code)
 
     again = client.post("/v1/plans", json=JOB | {"model": named_models()["llama-3.1-8b"], "config": {"name": "mine"}})
     assert again.status_code == 202  # more time is asked for

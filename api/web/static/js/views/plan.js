@@ -24,7 +24,7 @@ import { instantElement, stateText } from "../jobs.js";
 import { fillRanks, fillTimes } from "../plan/bars.js";
 import { StrategyTable, bestOf, strategyKey, strategyName } from "../plan/strategies.js";
 import { randomKey, untilAnswered } from "../retry.js";
-import { bytesText, percentText, timeText } from "../units.js";
+import { bytesText, memoryUnit, percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Job} Job */
 /** @typedef {import("../types.js").Plan} Plan */
@@ -394,11 +394,12 @@ class PlanView {
     this.#plan = plan;
     part(this.root, "result", HTMLElement).hidden = false;
     const best = bestOf(plan);
+    const memory = memoryUnit(plan.device_memory_bytes);
     const figures = {
       step: timeText(1e6 * plan.best?.seconds),
       tokens: Math.round(plan.best?.tokens_per_s_per_gpu).toLocaleString("en-US"),
       utilization: percentText(plan.best?.utilization),
-      fullest: `${bytesText(best?.memory_bytes)} of ${bytesText(plan.device_memory_bytes)}`.replace(/(\s\S+)( of .*)\1$/, "$2$1"),
+      fullest: `${((best?.memory_bytes ?? 0) / memory.size).toPrecision(3)} of ${bytesText(plan.device_memory_bytes, memory)}`,
       bound: timeText(1e6 * plan.best?.bound_s),
       gap: this.#job?.gap ? `gap ${percentText(this.#job.gap)}` : "",
     };
