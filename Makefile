@@ -2,6 +2,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 PROGRAMS := /usr/bin/chromium /usr/bin/curl
@@ -12,7 +13,8 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 # What is installed, and compiled kernels.
 setup: $(READY)
 
-demo: $(READY)
+# Needs neither linters nor test tools; its kernels are compiled while it runs.
+demo: $(RUNS)
 	$(BIN)/python -m examples.demo --out out/demo
 
 # A test builds the site as `make docs` does.
@@ -66,10 +68,20 @@ page-types: $(INSTALLED)
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(INSTALLED): pyproject.toml constraints.txt
+# A line every five seconds, since pip is silent while it unpacks. Modules are compiled when they are first loaded.
+define install
 	python3 -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]'
+	@begun=$$(date +%s); while sleep 5 > /dev/null; do echo "installing: $$(($$(date +%s) - begun)) s"; done & \
+	trap "kill $$!" EXIT; $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '$(1)'
+endef
+
+$(RUNS): pyproject.toml constraints.txt
+	$(call install,.[train])
 	touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call install,.[all])
+	touch $(RUNS) $@
 
 # Tests drive the page in Debian's Chromium, and run the commands of the service's guide, which are curl's.
 browser: $(PROGRAMS)

@@ -1,34 +1,44 @@
-"""Main workflow: a measured profile in, a proved schedule out, a model trained with it. Run by `make demo`.
+"""Main workflow: a plan from a model's name, its pipeline solved, and a step trained as planned. Run by `make demo`.
 
-Solves two problems, draws them, trains a small GPT on the second schedule on four virtual devices in this process
-with a check against the plain step, and prints one table of it all.
+First the strategies of Llama 3.1 70B on 64 H100. Then Llama 3.1 8B on eight A100 of 40 GB, where 1F1B has no room
+unless it recomputes: the published schedules of that pipeline, and what a search finds for the same stages. At last a
+small GPT is trained on four virtual devices in this process, with a check against the plain step.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NamedTuple
 
-from rich.table import Table
-
-from optpipe.cli.console import stdout, table
+from optpipe.cli.console import doing_long, stdout, table
+from optpipe.cli.plan_cluster import plan_table
 from optpipe.cli.solve import print_event
 from optpipe.cli.train_report import print_result, print_step
+from optpipe.cluster.layers import strategy_layers, strategy_partition
+from optpipe.cluster.machine import Machine
+from optpipe.cluster.model import load_model
+from optpipe.cluster.software import software_of
+from optpipe.cluster.strategy import Strategy
 from optpipe.errors import MethodError
-from optpipe.plot import draw_comparison, draw_schedule
+from optpipe.partition import Batching, build_problem
+from optpipe.plot import draw_comparison, draw_plan, draw_schedule
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
 from optpipe.train import TrainingConfig, train
-from optpipe.units import share_text, us_text
+from optpipe.units import bytes_text, percent_text, time_text
+from solver.layout.cluster_plan import plan_cluster
+from solver.layout.fitting import Job
 from solver.limits import Limits
 from solver.process import solve_in_child
 from solver.solve import solve
+from solver.warm_up import warm_up_in_background
 
-PROBLEMS = Path(__file__).parent / "problems"
-MEASURED = PROBLEMS / "zb-1.5b-p8-m24-mem1.json"
-WITH_OFFLOAD = PROBLEMS / "offload-p4-m8.json"
-PUBLISHED = ("1f1b", "zb-h1", "zb-auto", "ada-offload")
+WITH_OFFLOAD = Path(__file__).parent / "problems" / "offload-p4-m8.json"
+PUBLISHED = ("1f1b", "1f1b-recompute", "zb-h1", "zb-auto")
+SHOWN = 8
+"""Strategies of the plan's table."""
+RATING_S = 1.0
+"""Time limit of a plan that rates all strategies and searches for no schedule."""
 
 console = stdout()
 
@@ -37,79 +47,77 @@ def main() -> None:
     """Parse the options and run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where schedules and pictures go")
-    parser.add_argument("--time-limit", type=float, default=40.0, help="seconds for each search")
-    parser.add_argument("--steps", type=int, default=20, help="training steps")
+    parser.add_argument("--time-limit", type=float, default=8.0, help="seconds for each search")
+    parser.add_argument("--steps", type=int, default=10, help="training steps")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    measured = solve_and_draw(MEASURED, options.out, options.time_limit)
-    offloaded = solve_and_draw(WITH_OFFLOAD, options.out, options.time_limit)
-    console.print("\ntraining a small GPT on the second schedule: 4 virtual devices, one process", style="bold")
-    schedule = offloaded[-1].schedule
-    assert schedule is not None
-    result = train(TrainingConfig(schedule, steps=options.steps, check=True), lambda step: print_step(step, every=5))
-    console.print("\nwhat came of it", style="bold")
-    console.print(results_table([*measured, *offloaded]))
-    print_result(result)
+    if warm_up_in_background():
+        console.print("kernels are compiled meanwhile, once for an installation; searches join as theirs are ready")
+    plan_70b(options.out)
+    schedule_8b(options.out, options.time_limit)
+    train_gpt(options.out, options.time_limit, options.steps)
     console.print(f"\nschedules and pictures are in {options.out}/")
 
 
-class Row(NamedTuple):
-    """Result of a method on a problem: its schedule, or why it has none."""
-
-    problem: Problem
-    method: str
-    schedule: Schedule | None
-    why_not: str = ""
-
-
-def solve_and_draw(path: Path, out: Path, time_limit_s: float) -> list[Row]:
-    """Compare published schedules with the solver's, which comes last."""
-    problem = Problem.load(path)
-    console.print(
-        f"\n{problem.name}: {len(problem.devices)} devices, {problem.microbatches} microbatches", style="bold"
-    )
-    rows = [published(problem, name) for name in PUBLISHED]
-    best = solve_in_child(problem, "auto", Limits(time_limit_s), on_event=print_event).schedule_or_error()
-    rows.append(Row(problem, f"optpipe ({best.method})", best))
-    (out / f"{path.stem}.schedule.json").write_text(schedule_text(best))
-    draw_schedule(best, out / f"{path.stem}.png")
-    draw_comparison([(row.method, row.schedule) for row in rows if row.schedule], out / f"{path.stem}-compared.png")
-    return rows
+def plan_70b(out: Path) -> None:
+    """Rate every strategy of a training job."""
+    console.print("\nLlama 3.1 70B on 64 H100, 512 sequences of 8,192 tokens a step", style="bold")
+    job = Job(load_model("llama-3.1-70b"), Machine.load("h100"), 8192, 512, software_of(""))
+    plan = plan_cluster(job, 64, {}, Limits(RATING_S))
+    console.print(plan_table(plan, SHOWN))
+    draw_plan(plan.document(), out / "plan-70b.png")
+    console.print(f"{len(plan.ratings):,} strategies rated, the picture is {out / 'plan-70b.png'}")
 
 
-def published(problem: Problem, name: str) -> Row:
-    """Make a published schedule; without one the result says why."""
-    try:
-        return Row(problem, name, solve(problem, name))
-    except MethodError as error:
-        return Row(problem, name, None, str(error).partition(" Maybe")[0])
-
-
-def results_table(rows: list[Row]) -> Table:
-    """Table of method, value, bound, bubble, peak and seconds of every schedule."""
-    result = table("problem", "method", "value", "bound", "gap", "bubble", "peak / budget", "seconds", "status")
-    for column in (1, -1):
-        result.columns[column].justify = "left"
-    result.columns[-1].no_wrap = False
-    for problem, method, schedule, why_not in rows:
-        if schedule is None:
-            result.add_row(problem.name, method, *["-"] * 6, why_not)
+def schedule_8b(out: Path, time_limit_s: float) -> None:
+    """Compare published schedules of one pipeline with the solver's."""
+    console.print("\nLlama 3.1 8B on eight A100 of 40 GB, a stage on each, 32 sequences a step", style="bold")
+    job = Job(load_model("llama-3.1-8b"), Machine.load("a100-40"), 8192, 32, software_of(""))
+    strategy = Strategy(pipeline=8)
+    efficiencies = job.machine.efficiencies_of(strategy.precision, job.software_name)
+    layers = strategy_layers(job.model, job.machine, strategy, job.sequence, job.software, efficiencies)
+    cut = strategy_partition(job.model, strategy)
+    problem = build_problem(layers, cut, Batching(1, job.global_batch), offload=True, modes=["full", "selective"])
+    assert problem is not None, "weights and optimizer have room"
+    rows = table("schedule", "step", "bubble", "most activations", "")
+    for column in (0, -1):
+        rows.columns[column].justify = "left"
+    drawn = []
+    for name in PUBLISHED:
+        try:
+            schedule = solve(problem, name)
+        except MethodError as error:
+            rows.add_row(name, "-", "-", "-", str(error).partition(":")[0])
             continue
-        values = (us_text(schedule.value_us), us_text(schedule.bound_us), share_text(schedule.gap))
-        more = (
-            share_text(schedule.bubble),
-            f"{fullest(schedule):.3f}",
-            f"{schedule.solve_seconds:.2f}",
-            schedule.status,
-        )
-        result.add_row(problem.name, method, *values, *more)
-    return result
+        drawn.append((name, schedule))
+        rows.add_row(name, *_figures(schedule), "")
+    ours = search(problem, time_limit_s)
+    drawn.append(("optpipe", ours))
+    rows.add_row("optpipe", *_figures(ours), f"no schedule is faster than {time_text(ours.bound_us)}")
+    console.print(rows)
+    shorter = 1 - ours.value_us / min(schedule.value_us for _, schedule in drawn[:-1])
+    console.print(f"{percent_text(shorter)} less time in the same memory: activations wait on the host")
+    (out / "llama-8b.schedule.json").write_text(schedule_text(ours))
+    draw_comparison(drawn, out / "llama-8b.png")
 
 
-def fullest(schedule: Schedule) -> float:
-    """Largest worst-case peak as a share of its budget."""
-    pairs = zip(schedule.devices, schedule.problem.devices, strict=True)
-    return max(device.peak_bytes_any_timing / entry.memory_bytes for device, entry in pairs if entry.memory_bytes)
+def train_gpt(out: Path, time_limit_s: float, steps: int) -> None:
+    """Train with a schedule that offloads."""
+    console.print("\na small GPT with offload: 4 virtual devices, one process", style="bold")
+    schedule = search(Problem.load(WITH_OFFLOAD), time_limit_s)
+    draw_schedule(schedule, out / "gpt.png")
+    print_result(train(TrainingConfig(schedule, steps=steps, check=True), lambda step: print_step(step, every=5)))
+
+
+def search(problem: Problem, time_limit_s: float) -> Schedule:
+    """The best schedule that `auto` finds."""
+    with doing_long(f"searching for up to {time_limit_s:g} s"):
+        return solve_in_child(problem, "auto", Limits(time_limit_s), on_event=print_event).schedule_or_error()
+
+
+def _figures(schedule: Schedule) -> tuple[str, str, str]:
+    most = max(device.peak_bytes_any_timing for device in schedule.devices)
+    return time_text(schedule.value_us), percent_text(schedule.bubble), bytes_text(most)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from optpipe.errors import InputError, Issue, MethodError
 from optpipe.fields import MAX_BYTES
 from optpipe.ops import Orders
 from optpipe.problem import Problem
+from optpipe.units import bytes_text
 from solver.build import over_budget
 from solver.microbatch_orders import refuse_without_cycle
 from solver.published.ada_offload import ada_offload
@@ -177,7 +178,8 @@ def published_orders(method: Method, problem: Problem) -> Orders:
         device, peak, budget = max(over, key=lambda entry: entry[1] - entry[2])
         limit = "its budget is" if budget < MAX_BYTES else "a schedule states at most"
         raise MethodError(
-            f"{method.name} needs {peak} bytes on device {device}, but {limit} {budget}: {peak - budget} too few"
+            f"{method.name} needs {bytes_text(peak)} on device {device}, but {limit} {bytes_text(budget)}: "
+            f"{bytes_text(peak - budget)} too few"
             + (f" (the worst of {len(over)} devices)." if len(over) > 1 else ".")
             + f" Maybe use {general_methods(problem)}, which can offload to keep it."
         )

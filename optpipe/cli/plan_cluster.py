@@ -85,7 +85,7 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
             return
         first = plan.ratings[0]
         if not plan.solved and not as_json:
-            stderr().print(_table(plan, FIRST))
+            stderr().print(plan_table(plan, FIRST))
         fastest = f"fastest {first.name}: {first.seconds:.2f} s" if first.end == "solved" else "none fits"
         stderr().print(f"{len(plan.ratings):,} strategies rated; {fastest}")
 
@@ -149,7 +149,7 @@ def _draw(document: Mapping[str, Any], path: Path) -> None:
 
 def _print(plan: Plan, output: Path | None) -> None:
     console = stdout()
-    console.print(_table(plan, SHOWN))
+    console.print(plan_table(plan, SHOWN))
     ends = {end: sum(one.end == end for one in plan.ratings) for end in ("solved", "beaten", "does_not_fit")}
     console.print(
         f"{len(plan.ratings):,} legal strategies: {ends['solved']:,} have a schedule, {ends['beaten']:,} are beaten by "
@@ -176,7 +176,7 @@ def _print(plan: Plan, output: Path | None) -> None:
         console.print(f"wrote {output}/plan.json" + (", schedule.json, layers.json" if plan.best_solved else ""))
 
 
-def _table(plan: Plan, most: int) -> Table:
+def plan_table(plan: Plan, most: int) -> Table:
     """The fastest strategies, and the one to take."""
     rows = table("strategy", "step s", "tokens/s/GPU", "MFU", "GiB", "lost to", "schedule")
     rows.columns[-2].justify = rows.columns[-1].justify = "left"

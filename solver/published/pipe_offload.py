@@ -21,6 +21,7 @@ from optpipe.kinds import KINDS
 from optpipe.ops import Ints, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from optpipe.units import bytes_text
 from solver.build import over_budget, peak_budgets
 from solver.published.passes import require_interleaved
 from solver.published.transfers import Activation, TransferPlanner, TransferRequest
@@ -89,7 +90,8 @@ def _too_large(problem: Problem, method: str, orders: Orders, instead: str) -> M
     """The error where even `orders`, the least of what was tried, exceeds a budget."""
     device, peak, budget = max(over_budget(problem, orders), key=lambda entry: entry[1] - entry[2])
     return MethodError(
-        f"{method} needs {peak} bytes on device {device}, but its budget is {budget}: {peak - budget} too few. "
+        f"{method} needs {bytes_text(peak)} on device {device}, but its budget is {bytes_text(budget)}: "
+        f"{bytes_text(peak - budget)} too few. "
         f"Maybe use {instead}, or raise devices[].memory_bytes to {peak_budgets(problem, orders)}."
     )
 

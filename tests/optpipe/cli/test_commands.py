@@ -213,11 +213,11 @@ def test_compare_shows_values_and_reasons(cli: Cli, problem_file: Path, tmp_path
     picture = tmp_path / "c.svg"
     run = cli("compare", problem_file, "--methods", "gpipe,1f1b,cp-sat", "--plot", picture)
     assert run.code == 0
-    assert "gpipe needs 6 bytes on device 0, but its budget is 4: 2 too few" in " ".join(run.out.split())
+    assert "gpipe needs 6 B on device 0, but its budget is 4 B: 2 B too few" in " ".join(run.out.split())
     assert picture.stat().st_size > 1000
     rows = {row["method"]: row for row in cli("compare", problem_file, "--methods", "gpipe,cp-sat", "--json").document}
     assert rows["cp-sat"]["status"] == "optimal"
-    assert "2 too few" in rows["gpipe"]["why_not"]
+    assert "2 B too few" in rows["gpipe"]["why_not"]
 
 
 def test_compare_shows_what_uniform_choices_of_modes_give(
@@ -238,7 +238,7 @@ def test_compare_without_a_schedule_shows_why_and_draws_nothing(cli: Cli, proble
     picture = tmp_path / "c.svg"
     run = cli("compare", problem_file, "--methods", "gpipe,gpipe", "--plot", picture, "--json")
     assert run.code == 0
-    assert ["2 too few" in row["why_not"] for row in run.document] == [True]
+    assert ["2 B too few" in row["why_not"] for row in run.document] == [True]
     assert f"{picture} is not drawn" in run.err
     assert not picture.exists()
 

@@ -72,7 +72,7 @@ def test_what_other_solves_find_is_the_childs_own() -> None:
 
 
 def test_errors_are_raised_here() -> None:
-    with pytest.raises(MethodError, match="2 too few"):
+    with pytest.raises(MethodError, match="2 B too few"):
         solve_in_child(uniform(2, 3, budget=4), "gpipe", Limits(30))
     with pytest.raises(InputError, match="the methods are auto"):
         solve_in_child(uniform(2, 3), "zb-9", Limits(30))

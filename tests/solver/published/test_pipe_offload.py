@@ -185,10 +185,10 @@ def test_refuses_other_placements(method: Method) -> None:
 
 
 def test_refusals_say_how_much() -> None:
-    with pytest.raises(MethodError, match="needs 12 bytes on device 0, but its budget is 11: 1 too few"):
+    with pytest.raises(MethodError, match="needs 12 B on device 0, but its budget is 11 B: 1 B too few"):
         gis_h(interleaved(8, 2, 32, budget=11))
     with pytest.raises(
-        MethodError, match="po-f as published needs 3 bytes on device 0, but its budget is 0: 3 too few"
+        MethodError, match="po-f as published needs 3 B on device 0, but its budget is 0 B: 3 B too few"
     ):
         po_f(interleaved(8, 2, 32, k=0.6, budget=0))
     with pytest.raises(MethodError, match=r"stages 0 to 7, but .* null in all"):
