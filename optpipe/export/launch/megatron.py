@@ -46,7 +46,7 @@ RECOMPUTE: Mapping[str, str] = {
 def files(launch: Launch) -> LaunchFiles:
     """The script."""
     runs = launch.in_loops()
-    lost = [*launch.lost_in_loops(runs), *lost_of_core(launch)]
+    lost = [*launch.lost_in_loops(runs), *lost_of_core(launch), *_lost_of_model(launch)]
     command = ['"${MEGATRON:?is to be a checkout of Megatron-LM}/pretrain_gpt.py"']
     command += [*_parallel(launch, runs), *_batch(launch), *_model(launch), *_run(), '"$@"']
     before = [] if launch.best.sharding == "fsdp" else ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]  # FSDP refuses it
@@ -60,6 +60,13 @@ def lost_of_core(launch: Launch) -> Iterator[str]:
         yield "precision: the recipe of FP8 is the trainer's default; the plan says only that products are in FP8"
     if launch.strategy.sharding == "fsdp":
         yield "sharding: Megatron FSDP gathers and frees a layer at a time; the plan gathers a stage"
+
+
+def _lost_of_model(launch: Launch) -> Iterator[str]:
+    """Sentences on what of a model flags leave out here."""
+    yield "model: flags state its shape; base of the rotary angles, epsilon of norms and the like are defaults"
+    if len({layer.attention.window for layer in launch.model.layers}) > 1:
+        yield "windows: all layers have that of the first, where some slide and others do not"
 
 
 def group_size(devices: int, microbatches: int) -> int | None:

@@ -169,10 +169,11 @@ class Launch:
     @property
     def hub_name(self) -> str:
         """Name of the model on the Hugging Face hub; empty where the plan has its configuration alone."""
-        config = self.plan.config
-        source = str(named_models().get(self.plan.model, {}).get("source", ""))
-        is_named = config == dict(named_models().get(self.plan.model, {}))
-        return source.partition(",")[0] if is_named and "on the Hugging Face hub" in source else ""
+        config = named_models().get(self.plan.model)
+        if config != self.plan.config:
+            return ""
+        name, _, where = str(config.get("source", "")).partition(", ")
+        return name if where == "config.json on the Hugging Face hub" else ""
 
     @property
     def host_gpus(self) -> int:
@@ -212,9 +213,9 @@ class Launch:
         """The pipeline. Raises InputError for interleaved 1F1B of fewer microbatches than devices."""
         if len(runs.cut) > self.best.pp > self.microbatches:
             detail = (
-                f"is {self.best.pp}, but a step has {self.microbatches} microbatches, and interleaved 1F1B needs as "
+                f"is {self.best.pp}, but a step has {self.microbatches} microbatches, and interleaved 1F1B needs as"
             )
-            detail += "many. Maybe plan with --vpp 1, or a smaller --pp or --dp."
+            detail += " many. Maybe plan with --vpp 1, or a smaller --pp or --dp."
             raise InputError([Issue("best.pp", "cannot_run", detail)])
         return runs
 

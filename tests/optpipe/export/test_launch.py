@@ -150,6 +150,7 @@ def test_what_does_not_fit_is_cut_as_published() -> None:
     why = "a device lacks 3.00 GiB with it in this order"
     assert f"cut: even, with 2 stages a device in place of the plan's 2, since {why}" in launched.lost
     assert launched.seconds == LLAMA["best"]["published"]["seconds"]
+    assert launched.lost[-1].startswith("model: flags state its shape")
     header = re.sub(r"\n# +", " ", launched.files["launch.sh"])
     assert all(sentence in header for sentence in launched.lost)
 
@@ -267,6 +268,16 @@ def test_what_cannot_run_is_refused(trainer: str, plan: Plan, message: str) -> N
 )
 def test_groups_leave_enough_microbatches_at_the_end(devices: int, microbatches: int, size: int | None) -> None:
     assert group_size(devices, microbatches) == size
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_names_stay_in_comments(trainer: str) -> None:
+    """A name of a model or a machine is whatever somebody wrote."""
+    plan = LLAMA | {"model": "a\nexit 1\r\n'; exit 1 #", "machine": 'h100"""\nimport os'}
+    for name, text in launch_files(plan, trainer).files.items():
+        if name != "config.json":
+            lines = [line for line in text.splitlines() if not line.startswith("#")]
+            assert not any("exit" in line or "import os" in line for line in lines)
 
 
 def test_hosts_of_a_rack_have_four_gpus() -> None:
