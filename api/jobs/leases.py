@@ -295,6 +295,9 @@ async def _improve(connection: AsyncConnection, lease: Lease, known: AnyRow, fou
         row = await change_job(connection, lease.job_id, "incumbent", found, **values)
         await results.keep_orders(connection, row, found)
     elif isinstance(found, FoundPlan) and found.value_us == known.value_us:
+        same = select(incumbents.c.orders == found.text).where(incumbents.c.job_id == lease.job_id)
+        if (await connection.execute(same)).scalar():
+            return
         row = await change_job(connection, lease.job_id, "strategies", found, bound_us=min(bound_us, found.value_us))
         await results.keep_orders(connection, row, found)
     elif bound_us > known.bound_us:

@@ -61,6 +61,7 @@ async def test_a_plan_grows_and_outlives_its_worker(store: Store, settings: Sett
         job = await store.wait_until_ended(job_id, wait_s=PATIENCE_S)
     assert (job.status, job.attempt, job.value_us, job.bubble) == ("succeeded", 2, 2e6, 0.25)
     assert await strategies(store, job_id) == [2.0, 3.0, 4.0]
+    assert [event.kind for event in await store.events(job_id)][5:] == ["status"] * 3
 
 
 async def test_equal_plans_are_made_once(store: Store, settings: Settings) -> None:
