@@ -391,7 +391,7 @@ def profile_table(
     as_json: bool,
 ) -> int:
     """Write the layer profile of a table, or the problem of a placement, and print costs and assumptions."""
-    from optpipe.profile.cost_model import SizeTable, assumptions, build_profile, copy_to_compute_ratio
+    from optpipe.profile.size_table import SizeTable, assumptions, build_profile, copy_to_compute_ratio
 
     sizes = SizeTable.load(path)
     profile = build_profile(sizes)
@@ -401,7 +401,7 @@ def profile_table(
     elif modes is not None:
         _refuse("--format", "is layers, which say what each keeps if it is recomputed", {"--modes": modes})
     write_atomically(output, document.to_json() + "\n")
-    ratio = None if sizes.machine.copy_gb_per_s is None else copy_to_compute_ratio(sizes)
+    ratio = copy_to_compute_ratio(profile)
     if as_json:
         print_json(
             {

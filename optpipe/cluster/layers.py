@@ -7,15 +7,16 @@ layers holds for these.
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 from optpipe.cluster.costs import BF16_BYTES, INDEX, CostModel, Passes, Work
-from optpipe.cluster.machine import Efficiencies, Machine
+from optpipe.cluster.machine import Efficiencies, Facts, Machine
 from optpipe.cluster.memory import OPTIMIZER_BYTES, MemoryModel
 from optpipe.cluster.model import Layer as ModelLayer
 from optpipe.cluster.model import Model
 from optpipe.cluster.software import MEGATRON, Software
 from optpipe.cluster.strategy import Strategy
-from optpipe.layers import HostCopies, Layer, LayerProfile, Link, ParallelSizes
+from optpipe.layers import Layer, LayerProfile, ParallelSizes
 from optpipe.partition import Partition
 from optpipe.placement import placement
 
@@ -47,6 +48,15 @@ def strategy_partition(model: Model, strategy: Strategy) -> Partition:
     )
 
 
+def host_copies(facts: Facts) -> dict[str, Any] | None:
+    """Copies to and from the host, for a layer profile; None where their rate is not known."""
+    if facts.host_bytes_per_s is None:
+        return None
+    return dict.fromkeys(
+        ("offload_bytes_per_us", "reload_bytes_per_us"), facts.host_bytes_per_s / facts.host_shared_by / 1e6
+    )
+
+
 class _Builder:
     """Builds one profile."""
 
@@ -70,10 +80,6 @@ class _Builder:
     def profile(self) -> LayerProfile:
         """The profile."""
         one, facts, model = self.strategy, self.machine.facts, self.model
-        copies = None
-        if facts.host_bytes_per_s is not None:
-            rate = facts.host_bytes_per_s / facts.host_shared_by / 1e6
-            copies = HostCopies(offload_bytes_per_us=rate, reload_bytes_per_us=rate)
         apart = 2 * one.gpus // one.pipeline
         between = facts.bytes_per_s(apart) != facts.link_bytes_per_s
         embedding, head = self.costs.ends()
@@ -82,20 +88,23 @@ class _Builder:
             *(self._decoder(layer, count) for layer, count in model.kinds),
             self._head(head),
         ]
-        return LayerProfile(
-            format="optpipe.layers/1",
-            name=f"{model.name}, {_name(one)}",
-            microbatch_size=one.microbatch_size,
-            layers=layers,
-            memory_bytes=self.software.usable_bytes(facts.memory_bytes),
-            link=Link(
-                latency_us=facts.network_latency_us if between else facts.link_latency_us,
-                bytes_per_us=facts.bytes_per_s(apart) / 1e6,
-            ),
-            copies=copies,
-            source=f"By formula for {self.machine.name}, nothing measured.",
-            sequence=self.sequence,
-            parallel=ParallelSizes(tensor=one.tensor * one.context, data=one.data),
+        return LayerProfile.from_data(
+            {
+                "format": "optpipe.layers/1",
+                "name": f"{model.name}, {_name(one)}",
+                "microbatch_size": one.microbatch_size,
+                "layers": layers,
+                "memory_bytes": self.software.usable_bytes(facts.memory_bytes),
+                "link": {
+                    "latency_us": facts.network_latency_us if between else facts.link_latency_us,
+                    "bytes_per_us": facts.bytes_per_s(apart) / 1e6,
+                },
+                "copies": host_copies(facts),
+                "source": f"By formula for {self.machine.name}, nothing measured.",
+                "sequence": self.sequence,
+                "parallel": ParallelSizes(tensor=one.tensor * one.context, data=one.data),
+            },
+            f"layers on {self.machine.name}",
         )
 
     def _decoder(self, layer: ModelLayer, count: int) -> Layer:

@@ -109,7 +109,7 @@ class MemoryModel:
         if scores:
             total += tokens / tensor * attention.heads * self.sequence * self.software.score_bytes
         gated = feed_forward.products >= 3 * h * feed_forward.width
-        inner = 3 if gated else 2
+        inner = (3 if gated else 2) - self.software.inner_recomputed
         if not feed_forward.experts:
             return total + tokens / tensor * BF16_BYTES * inner * feed_forward.width
         shared = max(0.0, feed_forward.products - h * feed_forward.experts) / (3 * h)
@@ -118,12 +118,15 @@ class MemoryModel:
         return total + routed * BF16_BYTES * (3 * feed_forward.width + 2 * h)
 
     def weight_operands(self, layer: Layer) -> float:
-        """Bytes of what a layer keeps that are operands of weight gradients, from B to W."""
+        """Bytes of the operands of weight gradients, from B to W: what products read, and gradients of what they
+        returned."""
         attention, feed_forward, h = layer.attention, layer.feed_forward, self.model.hidden
-        width = attention.heads * attention.value_width
-        routed = feed_forward.chosen * (h + feed_forward.width) if feed_forward.experts else feed_forward.width
-        norms = self._hidden_tokens * 2 * h
-        return BF16_BYTES * (norms + self.tokens / self.strategy.tensor * (width + routed))
+        gates = 2 if feed_forward.products >= 3 * h * feed_forward.width or feed_forward.experts else 1
+        inner = (1 + gates) * feed_forward.width
+        routed = feed_forward.chosen * (2 * h + inner) if feed_forward.experts else inner
+        groups = attention.heads if attention.latent_width else attention.key_value_heads
+        width = (attention.heads + groups) * (attention.query_key_width + attention.value_width)
+        return BF16_BYTES * (self._hidden_tokens * 4 * h + self.tokens / self.strategy.tensor * (width + routed))
 
     def backward(self, layer: Layer) -> float:
         """Bytes that the backward of a layer needs for a moment: its forward again where it is recomputed, gradients of

@@ -13,16 +13,18 @@ class Software:
     """A trainer with its kernels. The default is Megatron-Core of 2025 with Transformer Engine.
 
     `gradient_bytes`: of a parameter. `norm_bytes`: kept of a norm for each element of the hidden width, besides its
-    input. `score_bytes`: kept of a score of attention, 0 where it is fused. `loss_bytes`: what the loss makes of a
-    logit; logits are divided by tensor parallelism unless `logits_divided` is False. `reserved`: memory that the
-    allocator reserves over what is allocated. `context_bytes`: taken by the driver, communicators and libraries.
-    `recipes_recompute`: its published layouts recompute where they must, without saying so.
+    input. `score_bytes`: kept of a score of attention, 0 where it is fused. `inner_recomputed`: the output of the
+    activation function is computed again in B. `loss_bytes`: what the loss makes of a logit; logits are divided by
+    tensor parallelism unless `logits_divided` is False. `reserved`: memory that the allocator reserves over what is
+    allocated. `context_bytes`: taken by the driver, communicators and libraries. `recipes_recompute`: its published
+    layouts recompute where they must, without saying so.
     """
 
     sequence_parallel: bool = True
     gradient_bytes: int = 4
     norm_bytes: float = 2
     score_bytes: float = 0
+    inner_recomputed: bool = False
     loss_bytes: float = 4
     logits_divided: bool = True
     reserved: float = 1.05

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from optpipe.cluster.costs import INDEX, Work, work
+from optpipe.cluster.layers import host_copies
 from optpipe.cluster.machine import Efficiencies, Facts, Machine
 from optpipe.cluster.software import MEGATRON
 from optpipe.errors import InputError, Issue, OptPipeError
-from optpipe.layers import HostCopies, LayerProfile, Link
+from optpipe.layers import LayerProfile
 from optpipe.models.cut import structure
 from optpipe.profile.measured import StageFigures, held_bytes, layer_entries
 from optpipe.profile.ops import Key, Stopwatch, measure_op_sizes, measure_op_times
@@ -28,16 +29,20 @@ from optpipe.profile.subject import Chain, Subject, ValuesNeededError, build_cha
 from optpipe.profile.without_values import WithoutValues, written_by
 from optpipe.runtime.activations import storage_key
 from optpipe.runtime.messages import size_bytes
-from optpipe.runtime.torch_private import TorchDispatchMode, flop_registry, tree_leaves
+from optpipe.runtime.torch_private import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    GROUPED_MM,
+    TorchDispatchMode,
+    flop_registry,
+    tree_leaves,
+)
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
 
 _ATEN = torch.ops.aten
-_ATTENTION = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: (0, 1),
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2),
-}
+_ATTENTION = {ATTENTION: (0, 1), ATTENTION_BACKWARD: (1, 2)}
 """Place of the queries among the arguments, and how often the products of F are computed."""
 _CAUSAL = {0: 4, 1: 7}
 """Place of the flag, by that of the queries."""
@@ -81,10 +86,6 @@ def predict_layers(
             detail = f"does not run without values: {error_text(error)}. Maybe measure it, without --machine."
             refuse(subject.name, "needs_values", detail)
     facts, efficiencies = machine.facts, machine.efficiencies_of("bf16")
-    copies = None
-    if facts.host_bytes_per_s is not None:
-        rate = facts.host_bytes_per_s / facts.host_shared_by / 1e6
-        copies = HostCopies(offload_bytes_per_us=rate, reload_bytes_per_us=rate)
     entries = layer_entries(each, figures, [size_bytes(spec) for spec in chain.messages])
     passes = ("forward_us", "backward_input_us", "backward_weight_us")
     return LayerProfile.from_data(
@@ -97,10 +98,11 @@ def predict_layers(
                 for entry in entries
             ],
             "memory_bytes": MEGATRON.usable_bytes(facts.memory_bytes) if memory_bytes is None else memory_bytes,
-            "link": Link(latency_us=facts.link_latency_us, bytes_per_us=facts.link_bytes_per_s / 1e6),
-            "copies": copies,
+            "link": {"latency_us": facts.link_latency_us, "bytes_per_us": facts.link_bytes_per_s / 1e6},
+            "copies": host_copies(facts),
             "source": source(machine, efficiencies),
-        }
+        },
+        f"{subject.name} on {machine.name}",
     )
 
 
@@ -184,7 +186,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
         if op in _ATTENTION:
             self._work += work(attention=self._seconds(given, _attention_operations(op, args)))
-        elif op is _ATEN._grouped_mm:
+        elif op is GROUPED_MM:
             self._work += work(experts=self._seconds(given, 2 * given[0].numel() * given[1].shape[-1]))
         elif op in flop_registry:
             operations = flop_registry[op](*args, **named, out_val=result)

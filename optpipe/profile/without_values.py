@@ -22,6 +22,7 @@ import optpipe
 from optpipe.profile.subject import Subject, ValuesNeededError
 from optpipe.runtime.messages import map_leaves
 from optpipe.runtime.torch_private import (
+    GROUPED_MM,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -36,7 +37,6 @@ from optpipe.runtime.torch_private import (
 _LIBRARIES = tuple(str(Path(str(package.__file__)).parent) for package in (torch, optpipe))
 
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
-_GROUPED = torch.ops.aten._grouped_mm.default
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 _MEANS = {torch.ops.aten.mse_loss, torch.ops.aten.smooth_l1_loss, torch.ops.aten.binary_cross_entropy}
 _MEANS |= {torch.ops.aten.soft_margin_loss}
@@ -115,7 +115,7 @@ class WithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ValuesNeededError(f"keeps what only a run tells: a workspace of {func}", _place())
         self._fake.cache_enabled = func is not _SET  # a cache of results would keep the storage alive
         try:
-            if func is _GROUPED and args[0].dtype != torch.bfloat16:  # which alone fake tensors know
+            if func.overloadpacket is GROUPED_MM and args[0].dtype != torch.bfloat16:  # which alone fake tensors know
                 made = self._run(func, tuple(_lower(value) for value in args), named)
                 return made.to(args[0].dtype)
             result = func(*args, **named)

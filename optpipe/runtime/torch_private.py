@@ -45,6 +45,9 @@ from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "ANY_LEAF",
+    "ATTENTION",
+    "ATTENTION_BACKWARD",
+    "GROUPED_MM",
     "GROUPED_PRODUCTS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -71,6 +74,12 @@ GROUPED_PRODUCTS: list[Any] = [
     if multiply is not None
 ]
 """Products of groups of rows with matrices of their own; older versions have the private name alone."""
+
+
+GROUPED_MM = torch.ops.aten._grouped_mm
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Ops as a dispatch mode sees them: public functions end in these on a CPU."""
 
 
 @contextmanager

@@ -67,6 +67,8 @@ def test_activations_are_those_in_flight() -> None:
     layer = MemoryModel(model, STRATEGY, 8192, 16)
     per_token = 8 * 8192 + 4 * 8192 + 4 * 1024 + 6 * 28672  # SimuMax and Megatron-Core, with fused attention
     assert layer.layer(model.layers[0]) == pytest.approx(8192 / 4 * per_token)
+    # As measured of transformers' layers in our runtime: what products read, and gradients of what they returned.
+    assert layer.weight_operands(model.layers[0]) == 8192 / 4 * 2 * 137_216
     full = MemoryModel(model, replace(STRATEGY, recompute="full"), 8192, 16)
     assert full.layer(model.layers[0]) == 8192 / 4 * 2 * 8192
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from optpipe.errors import InputError
-from optpipe.profile.cost_model import SizeTable, build_profile, copy_to_compute_ratio
+from optpipe.profile.size_table import SizeTable, build_profile, copy_to_compute_ratio
 
 MODEL = {"layers": 24, "hidden": 2048, "heads": 16, "sequence": 1024, "vocabulary": 50_000}
 MACHINE = {"teraflops": 220, "memory_gb": 80, "link_gb_per_s": 25, "copy_gb_per_s": 15}
@@ -23,8 +23,8 @@ def test_layer_times_are_zero_bubbles_operations() -> None:
     _, block, head = build_profile(table()).layers
     s, h = 1024, 2048
     rate = 220e6  # operations a microsecond
-    assert block.forward_us == pytest.approx(s * h * (24 * h + 4 * s) / rate)
-    assert block.backward_input_us == pytest.approx(s * h * (24 * h + 8 * s) / rate)
+    assert block.forward_us == pytest.approx(s * h * (24 * h + 2 * s) / rate)  # half of 4s: attention is causal
+    assert block.backward_input_us == pytest.approx(s * h * (24 * h + 4 * s) / rate)
     assert block.backward_weight_us == pytest.approx(s * h * 24 * h / rate)
     assert head.forward_us == pytest.approx(2 * s * h * 50_000 / rate)
 
@@ -57,10 +57,10 @@ def test_layer_memory_is_zero_bubbles() -> None:
 
 @pytest.mark.parametrize(("hidden", "sequence"), [(2048, 1024), (4096, 4096), (8192, 16384)])
 def test_k_is_pipe_offloads(hidden: int, sequence: int) -> None:
-    """k = 10 / (3 (6h + s)) * Bc / Bo (PipeOffload, section 3)."""
-    given = table(model=MODEL | {"hidden": hidden, "sequence": sequence})
-    expected = 10 / (3 * (6 * hidden + sequence)) * 220e12 / 15e9
-    assert copy_to_compute_ratio(given) == pytest.approx(expected, rel=1e-6)
+    """k = 10 / (3 (6h + s)) * Bc / Bo (PipeOffload, section 3), which counts all pairs of tokens in attention."""
+    given = table(model=MODEL | {"hidden": hidden, "sequence": sequence}, kept={"recomputed": True})
+    expected = 10 / (3 * (6 * hidden + sequence / 2)) * 220e12 / 15e9
+    assert copy_to_compute_ratio(build_profile(given)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_parameters_of_the_paper_s_1_5b_model() -> None:
@@ -68,6 +68,18 @@ def test_parameters_of_the_paper_s_1_5b_model() -> None:
     given = table(model=MODEL | {"layers": 22, "hidden": 2304, "heads": 24})
     block = build_profile(given).layers[1]
     assert 22 * block.parameter_bytes / 18 == pytest.approx(1.4e9, rel=0.01)
+
+
+def test_a_layer_with_grouped_queries_and_gates_has_the_parameters_of_llama_70b() -> None:
+    sizes = {"layers": 80, "hidden": 8192, "heads": 64, "key_value_heads": 8, "feed_forward": 28672, "gated": True}
+    given = table(model=MODEL | sizes | {"vocabulary": 128256})
+    profile = build_profile(given)
+    assert profile.layers[1].parameter_bytes == 18 * 855_654_400
+    assert sum(layer.parameter_bytes for layer in profile.each_layer) == 18 * 70_553_706_496
+    full = build_profile(table(model=MODEL, precision={"activation_bytes": 4, "optimizer_bytes": 8})).layers[1]
+    half = build_profile(table()).layers[1]
+    assert full.activation_bytes == 2 * half.activation_bytes
+    assert full.parameter_bytes == half.parameter_bytes * 14 / 18
 
 
 def test_tensor_and_data_parallelism_divide() -> None:
@@ -104,11 +116,15 @@ def test_bad_tables(tmp_path: Path, text: str, message: str) -> None:
             "memory_bytes is 1000000000000000000000 but must be",
             "by formula",
         ),
-        ({"machine": MACHINE | {"teraflops": 1e-9}}, "forward_us is .* but at most 1000000000000 us", "transformer l"),
+        (
+            {"machine": MACHINE | {"teraflops": 1e-9}},
+            "forward_us is .* but at most 1000000000000 us",
+            "decoder layer by formula",
+        ),
         (
             {"model": MODEL | {"hidden": 10**6, "sequence": 10**6, "microbatch_size": 10**6}},
             "output_bytes is 2000000000000000000 but must be",
-            "embedding, by formula from the table",
+            "embedding by formula",
         ),
     ],
 )
@@ -121,3 +137,5 @@ def test_figures_that_no_profile_can_hold_are_refused(changes: dict[str, Any], m
 def test_heads_divide_hidden() -> None:
     with pytest.raises(InputError, match="model has heads 7, which does not divide hidden 2048"):
         table(model=MODEL | {"heads": 7})
+    with pytest.raises(InputError, match="has key_value_heads 3, which does not divide heads 16"):
+        table(model=MODEL | {"key_value_heads": 3})
