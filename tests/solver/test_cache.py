@@ -259,7 +259,7 @@ from tests.solver.test_cache import of_method
 
 cache = Cache(Path(sys.argv[1]))
 schedules = [of_method(uniform(4, m, budget=8), method) for m in (8, 9) for method in ("1f1b", "zb-auto")]
-for _ in range(25):
+for _ in range(8):
     for schedule in schedules:
         cache.store(schedule, "auto", 1)
         assert cache.lookup(schedule.problem) is not None

@@ -23,7 +23,7 @@ def test_the_name_of_a_problem_ends_with_its_cut() -> None:
     """Training reads it there; a name that would be too long stays what it is."""
     search = Search(2, 4, [1], ["linear", "v"])
     for name, named in (("toy", True), ("", False), ("t" * 195, False)):
-        for candidate in candidates(profile(5, head=3, name=name), search):
+        for candidate in candidates(profile(5, head=3, name=name), search, Limits(1e-9)):
             assert candidate.layout is not None
             assert candidate.problem is not None
             cut = ",".join(map(str, candidate.layout.sizes)) if named else None

@@ -108,7 +108,7 @@ def test_an_interrupt_while_candidates_are_solved_keeps_what_they_find(monkeypat
             if first.acquire(blocking=False):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             assert ended.wait(60)
-        brief = Limits(workers=1, deterministic_limit=0.05)
+        brief = Limits(workers=1, deterministic_limit=0.002)
         return ChildResult(solve(problem, "search", brief), "feasible", "interrupted")
 
     monkeypatch.setattr(import_module("solver.layout.ranking"), "solve_in_child", solved)
