@@ -147,9 +147,9 @@ def test_it_keeps_up_with_running_jobs(slow: SlowService, slow_page: Page) -> No
 
 
 @pytest.mark.parametrize("address", ["/#/constructor", "/#/nothing/%"])
-def test_an_address_of_nothing_shows_the_list(page: Page, address: str) -> None:
+def test_an_address_of_nothing_shows_the_front_door(page: Page, address: str) -> None:
     page.goto(address)
     expect(page.get_by_text(f"There is nothing at {address[1:]}")).to_be_visible()
-    expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
+    expect(page.get_by_role("heading", name="Plan a training run")).to_be_visible()
     page.get_by_role("navigation").get_by_role("link", name="New problem").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("New problem")
