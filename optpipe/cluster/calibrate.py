@@ -140,7 +140,8 @@ def split_rows(machine: Machine, rows: Sequence[Row]) -> tuple[list[Row], list[S
 def calibrate(machine: Machine, rows: Sequence[Row], source: str = "", *, leave_out: bool = True) -> Machine:
     """The machine with efficiencies fitted to measured rows, for each precision and software that occurs in them.
 
-    `leave_out`: find the error of models that are left out too, which takes a fit for each.
+    `leave_out`: find the error of models that are left out too, which takes a fit for each. Efficiencies that were
+    fitted before may have seen these models, so such fits are drawn towards the others, or the defaults.
     Raises InputError if there are fewer rows than kinds of work in them, or if half of the rows are far from any fit.
     """
     measured = [row for row in rows if row.seconds is not None]
@@ -150,7 +151,7 @@ def calibrate(machine: Machine, rows: Sequence[Row], source: str = "", *, leave_
         detail = f"has {len(measured)} rows of {machine.name} with a time, but {occurring} kinds of work occur in them."
         raise InputError([Issue("", "too_few_rows", f"{detail} Maybe measure more layouts.")])
     fitted = _fit_all(machine, measured, works)
-    unseen = _unseen_models(machine, measured, works) if leave_out else {}
+    unseen = _unseen_models(machine, measured) if leave_out else {}
     entries = []
     for (software, precision), slowdowns in fitted.items():
         mine = [row for row in measured if _belongs(row, software, precision)]
@@ -229,8 +230,11 @@ def _fit_all(machine: Machine, rows: Sequence[Row], works: Mapping[str, Work]) -
     return fitted
 
 
-def _unseen_models(machine: Machine, rows: Sequence[Row], works: Mapping[str, Work]) -> dict[str, float]:
-    """Error of each row when no row of its model is fitted; empty where there is but one model."""
+def _unseen_models(machine: Machine, rows: Sequence[Row]) -> dict[str, float]:
+    """Error of each row when no row of its model is fitted, now or before; empty where there is but one model."""
+    unfitted = [one for one in machine.efficiencies if not one.rows]
+    machine = machine.model_copy(update={"efficiencies": unfitted})
+    works = {row.name: work_of(machine, row, _prior(machine, row)) for row in rows}
     errors: dict[str, float] = {}
     for model in sorted({row.model.name for row in rows}):
         others = [row for row in rows if row.model.name != model]

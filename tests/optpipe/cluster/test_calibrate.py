@@ -75,6 +75,19 @@ def test_a_user_calibrates_what_ships_further(b200: list[Row]) -> None:
     assert kept < {one.software for one in found.efficiencies}
 
 
+def test_what_ships_has_seen_no_model_that_is_left_out(bare: Machine, b200: list[Row]) -> None:
+    """Rows that the shipped efficiencies were fitted to: their error is that of a fit without anything before."""
+    errors = [
+        [
+            (one.software, one.precision, one.unseen_model_error)
+            for one in calibrate(machine, b200).efficiencies
+            if one.rows
+        ]
+        for machine in (named_machines()["b200"], bare)
+    ]
+    assert errors[0][: len(errors[1])] == errors[1]
+
+
 def test_rows_of_other_machines_are_told_apart(b200: list[Row]) -> None:
     rows = [replace(b200[0], machine="h100", name="a"), replace(b200[1], machine="", name="b"), b200[2]]
     mine, others = split_rows(named_machines()["b200"], rows)
