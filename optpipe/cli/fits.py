@@ -12,6 +12,7 @@ from optpipe.cli.console import AsJson, doing_long, print_json, stdout, table
 from optpipe.cli.strategy_options import (
     Degree,
     Degrees,
+    ExpertImbalance,
     GlobalBatch,
     Gpus,
     MachineName,
@@ -56,6 +57,7 @@ def command(
     precision: Annotated[PrecisionChoice, typer.Option(help="Operands of products.")] = PrecisionChoice.BF16,
     sharding: Annotated[ShardingChoice, typer.Option(help="States that replicas divide.")] = ShardingChoice.OPTIMIZER,
     recompute: Annotated[RecomputeChoice, typer.Option(help="What B computes again.")] = RecomputeChoice.NONE,
+    expert_imbalance: ExpertImbalance = None,
     software: SoftwareName = "",
     as_json: AsJson = False,
 ) -> int:
@@ -74,6 +76,7 @@ def command(
         precision=precision.value,
         sharding=sharding.value,
         recompute=recompute.value,
+        expert_imbalance=1.0 if expert_imbalance is None else expert_imbalance,
     )
     default = "1f1b" if vpp == 1 else "interleaved-1f1b"
     file = Path(schedule) if schedule and Path(schedule).exists() else None

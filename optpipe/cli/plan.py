@@ -206,6 +206,16 @@ def command(
     sharding: Allowed = None,
     recompute: Allowed = None,
     schedule: Allowed = None,
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=1000,
+            help="Tokens of the busiest rank's experts over the mean; default: 1.",
+            metavar="1.25",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
     software: Annotated[
         str, typer.Option(help="Trainer whose kernels are assumed; default: any.", rich_help_panel=CLUSTER)
     ] = "",
@@ -258,14 +268,19 @@ def command(
             "--lengths": lengths,
             "--memory": memory,
             "--memory-margin": memory_margin,
+            "--objective": None if objective == "makespan" else objective,
         }
         _refuse(of_layers, "with --gpus: the model's layers are costed by formula. Maybe leave it out.")
+        if offload is OffloadChoice.YES:
+            detail = "is yes, but with --gpus strategies are rated without offload. Maybe leave it out: the best are "
+            raise InputError([Issue("--offload", "not_rated", f"{detail}solved with offload too.")])
+        fixed["offload"] = "no" if offload is OffloadChoice.NO else None
         if global_batch is None:
             raise InputError([Issue("--global-batch", "missing", "is missing. Maybe --global-batch 512.")])
-        question = Question(layers, gpus, machine, sequence, global_batch, software, fixed, why, plot)
+        question = Question(layers, gpus, machine, sequence, global_batch, software, fixed, expert_imbalance, why, plot)
         return plan_model(question, time_limit, workers, output, as_json)
     of_cluster: dict[str, object] = {f"--{name.replace('_', '-')}": value for name, value in fixed.items()}
-    of_cluster |= {"--why": why, "--plot": plot}
+    of_cluster |= {"--why": why, "--plot": plot, "--expert-imbalance": expert_imbalance}
     _refuse(of_cluster, "without --gpus: a profile has costs under one strategy. Maybe add --gpus, or leave it out.")
     if devices is None:
         detail = "is missing. Maybe --devices 4 for a layer profile, or --gpus 64 for a model."

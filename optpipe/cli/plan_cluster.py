@@ -18,6 +18,7 @@ from optpipe.cli.console import (
     stdout,
     table,
 )
+from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, make_folder, write_atomically
 from optpipe.units import share_text
 
@@ -48,6 +49,7 @@ class Question:
     global_batch: int
     software: str
     fixed: Mapping[str, str | None]
+    expert_imbalance: float | None
     why: str | None
     plot: Path | None
 
@@ -63,6 +65,8 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     from solver.limits import Limits, available_cores
 
     fixed = {name: _values(name, text) for name, text in question.fixed.items() if text is not None}
+    if question.expert_imbalance is not None:
+        fixed["expert_imbalance"] = [question.expert_imbalance]
     wanted = read_degrees(question.why, "--why") if question.why else None
     if question.plot is not None:
         check_picture(question.plot)
@@ -78,6 +82,9 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
         software_of(question.software),
         question.software,
     )
+    if question.expert_imbalance is not None and not any(layer.feed_forward.experts for layer in job.model.layers):
+        detail = f"has no meaning here: {job.model.name} has no experts. Maybe leave it out."
+        raise InputError([Issue("--expert-imbalance", "meaningless", detail)])
     limits = Limits(time_limit, workers=workers or available_cores())
 
     def say(plan: Plan) -> None:

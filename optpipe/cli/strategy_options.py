@@ -25,6 +25,12 @@ MachineName = Annotated[str, typer.Option("--machine", help="A name of `optpipe 
 Sequence = Annotated[int, typer.Option(min=1, max=2**24, help="Tokens of a sequence.")]
 GlobalBatch = Annotated[int, typer.Option(min=1, max=10**6, help="Sequences in a training step of the whole job.")]
 Degree = Annotated[int, typer.Option(min=1, max=MOST)]
+ExpertImbalance = Annotated[
+    float | None,
+    typer.Option(
+        min=1, max=1000, help="Tokens of the busiest rank's experts over the mean; default: 1.", metavar="1.25"
+    ),
+]
 SoftwareName = Annotated[
     str,
     typer.Option(help="Trainer whose kernels are assumed, as `optpipe machines MACHINE` lists it; default: any."),

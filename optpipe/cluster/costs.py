@@ -112,8 +112,6 @@ class CostModel:
     machine: Facts
     strategy: Strategy
     sequence: int
-    expert_imbalance: float = 1.0
-    """Tokens of the busiest rank's experts over the mean."""
     known_parts: Parts | None = field(default=None, compare=False, repr=False)
     """`parts` of another strategy with the same share of a layer."""
 
@@ -236,7 +234,7 @@ def _layer(costs: CostModel, layer: Layer) -> Passes:
     window = min(attention.window or s, s)
     seen = s / 2 if window == s else window * (1 - window / (2 * s))
     scores = 2 * n * seen * attention.heads * (attention.query_key_width + attention.value_width) / tensor / exact
-    routed = n / tensor * feed_forward.chosen * costs.expert_imbalance
+    routed = n / tensor * feed_forward.chosen * one.expert_imbalance
     experts = 2 * routed * feed_forward.expert_products / rate
     local = feed_forward.experts / (one.expert * one.expert_tensor)
     widths = 0.0 if feed_forward.experts else float(feed_forward.width)

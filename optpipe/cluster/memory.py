@@ -114,7 +114,7 @@ class MemoryModel:
             return total + tokens / tensor * BF16_BYTES * inner * feed_forward.width
         shared = max(0.0, feed_forward.products - h * feed_forward.experts) / (3 * h)
         total += tokens / tensor * BF16_BYTES * 3 * shared
-        routed = self.tokens / tensor * feed_forward.chosen
+        routed = self.tokens / tensor * feed_forward.chosen * self.strategy.expert_imbalance
         return total + routed * BF16_BYTES * (3 * feed_forward.width + 2 * h)
 
     def weight_operands(self, layer: Layer) -> float:
@@ -123,7 +123,8 @@ class MemoryModel:
         attention, feed_forward, h = layer.attention, layer.feed_forward, self.model.hidden
         gates = 2 if feed_forward.products >= 3 * h * feed_forward.width or feed_forward.experts else 1
         inner = (1 + gates) * feed_forward.width
-        routed = feed_forward.chosen * (2 * h + inner) if feed_forward.experts else inner
+        chosen = feed_forward.chosen * self.strategy.expert_imbalance
+        routed = chosen * (2 * h + inner) if feed_forward.experts else inner
         groups = attention.heads if attention.latent_width else attention.key_value_heads
         width = (attention.heads + groups) * (attention.query_key_width + attention.value_width)
         return BF16_BYTES * (self._hidden_tokens * 4 * h + self.tokens / self.strategy.tensor * (width + routed))
@@ -136,7 +137,7 @@ class MemoryModel:
         if feed_forward.experts:
             local = feed_forward.experts / (self.strategy.expert * self.strategy.expert_tensor)
             matrix = local * feed_forward.expert_products * 2 / 3
-            rows = self.tokens / tensor * feed_forward.chosen * 3 * feed_forward.width
+            rows = self.tokens / tensor * feed_forward.chosen * self.strategy.expert_imbalance * 3 * feed_forward.width
         else:
             matrix = (inner - 1) * h * feed_forward.width / tensor
             rows = self.tokens / tensor * inner * feed_forward.width

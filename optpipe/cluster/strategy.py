@@ -55,6 +55,8 @@ class Strategy:
     sequence_parallel: bool = True
     """Norms and residuals divide the tokens where tensor parallelism divides the rest (2205.05198, section 4.2.2)."""
     stage_layers: tuple[int, ...] = ()
+    expert_imbalance: float = 1.0
+    """Tokens of the busiest rank's experts over the mean."""
 
     @property
     def gpus(self) -> int:
@@ -75,7 +77,7 @@ class Strategy:
     def share_of_layer(self) -> tuple[object, ...]:
         """Choices that decide the work of a layer on one GPU."""
         degrees = self.tensor, self.context, self.expert, self.expert_tensor, self.microbatch_size
-        return *degrees, self.precision, self.recompute, self.sequence_parallel
+        return *degrees, self.precision, self.recompute, self.sequence_parallel, self.expert_imbalance
 
     @property
     def expert_data(self) -> int:
@@ -145,6 +147,9 @@ def _faults(
         yield Issue(
             "cp", "does_not_divide", f"{detail} Maybe {_nearest(one.context, sequence // (2 * one.tensor) or 1)}."
         )
+    if one.expert_imbalance != 1 and not experts:
+        detail = f"is {one.expert_imbalance:g} but {model.name} has no experts. Maybe leave it out."
+        yield Issue("expert_imbalance", "meaningless", detail)
     if one.expert > 1 and not experts:
         yield Issue("ep", "meaningless", f"is {one.expert} but {model.name} has no experts. Maybe leave it out.")
     elif experts and experts % one.expert:

@@ -370,7 +370,8 @@ def _placements(strategy: Strategy, fixed: Fixed) -> list[str]:
 def solve_family(job: Job, rated: Rated, fixed: Fixed, limits: Limits) -> Solved | None:
     """Cut and schedule a family: all placements, modes of activations and cuts that a layout search has.
 
-    Stages on a device and published schedules that are fixed leave placements out. None where nothing is left.
+    Stages on a device and published schedules that are fixed leave placements out, and none offloads where that is
+    left out. None where nothing is left.
     """
     one = replace(rated.strategy, recompute="none")
     m = one.microbatches(job.global_batch)
@@ -384,7 +385,7 @@ def solve_family(job: Job, rated: Rated, fixed: Fixed, limits: Limits) -> Solved
         m * one.microbatch_size,
         [one.microbatch_size],
         placements,
-        offload=(False, True) if layers.copies else (False,),
+        offload=(False, True) if layers.copies and "no" not in fixed.get("offload", ()) else (False,),
         modes=() if rated.strategy.recompute == "none" else ("selective",),
     )
     judged = rank(candidates(layers, search, limits), limits)

@@ -61,6 +61,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "sharding": get_args(Sharding),
     "recompute": get_args(Recompute),
     "schedule": tuple(CLOSED_FORMS),
+    "offload": ("no",),
 }
 """Values of the options that are no degrees."""
 MOST_DEGREE = 2**20
@@ -153,8 +154,9 @@ def families(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:
             fixed.get("microbatch_size", MICROBATCH_SIZES),
             fixed.get("precision", ("bf16",)),
             fixed.get("sharding", ("optimizer", "fsdp") if pipeline == 1 else ("optimizer",)),
+            fixed.get("expert_imbalance", (1.0,)),
         )
-        for expert, expert_tensor, size, precision, sharding in choices:
+        for expert, expert_tensor, size, precision, sharding, imbalance in choices:
             strategy = Strategy(
                 tensor=tensor,
                 context=context,
@@ -165,6 +167,7 @@ def families(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:
                 microbatch_size=size,
                 precision=precision,
                 sharding=sharding,
+                expert_imbalance=imbalance,
             )
             if job.is_legal(strategy):
                 yield strategy

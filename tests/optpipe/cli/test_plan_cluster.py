@@ -68,6 +68,18 @@ def test_what_a_strategy_loses(cli: Cli) -> None:
     assert "no legal strategy has tp 7" in cli("plan", *JOB, "--time-limit", 0.5, "--why", "tp=7").out
 
 
+def test_experts_out_of_balance_take_time_and_nothing_leaves(cli: Cli) -> None:
+    job = ("mixtral-8x7b", "--gpus", 16, "--machine", "h100", "--global-batch", 64, "--tp", 1, "--pp", 2, "--ep", 8)
+    seconds = []
+    for more in ((), ("--expert-imbalance", 1.25)):
+        run = cli("plan", *job, "--offload", "no", "--time-limit", 2.5, "--json", *more)
+        assert run.code == 0
+        assert run.document["fixed"]["offload"] == ["no"]
+        assert run.document["solved"] or more
+        seconds.append(run.document["best"]["seconds"])
+    assert 1.05 < seconds[1] / seconds[0] < 1.25
+
+
 def test_nothing_fits(cli: Cli) -> None:
     run = cli("plan", "llama-3.1-405b", "--gpus", 8, "--machine", "h100", "--global-batch", 8, "--time-limit", 1)
     assert (run.code, "nothing fits" in run.out) == (4, True)
@@ -84,6 +96,9 @@ def test_nothing_fits(cli: Cli) -> None:
         ),
         (("--devices", 4), "--devices has no meaning with --gpus"),
         (("--plot", "plan.pdf"), "pictures end in .png, .svg, .html. Maybe name it plan.svg."),
+        (("--objective", "device_span"), "--objective has no meaning with --gpus"),
+        (("--offload", "yes"), "--offload is yes, but with --gpus strategies are rated without offload. Maybe"),
+        (("--expert-imbalance", 1.25), "--expert-imbalance has no meaning here: llama-3.1-8b has no experts. Maybe"),
         (("--why", "tp"), "--why has 'tp' but names are tp, cp"),
     ],
 )

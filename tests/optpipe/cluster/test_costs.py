@@ -9,6 +9,7 @@ import pytest
 
 from optpipe.cluster.costs import INDEX, CostModel, work
 from optpipe.cluster.machine import named_machines
+from optpipe.cluster.memory import MemoryModel
 from optpipe.cluster.model import Model, load_model, read_model
 from optpipe.cluster.strategy import Strategy
 
@@ -37,6 +38,12 @@ def test_experts_count_for_the_tokens_that_visit_them() -> None:
     done = CostModel(model, H100, Strategy(expert=8, data=8), 4096).step(8, np.ones(len(INDEX)))
     operations = done[INDEX["experts"]] * H100.operations_bf16_per_s
     assert operations == pytest.approx(6 * 4096 * 2 * 3 * 4096 * 14336 * 32)
+    strategy = Strategy(expert=8, data=8, expert_imbalance=1.25)
+    busiest = CostModel(model, H100, strategy, 4096).step(8, np.ones(len(INDEX)))
+    assert busiest[INDEX["experts"]] == pytest.approx(1.25 * done[INDEX["experts"]])
+    kept = [MemoryModel(model, replace(strategy, expert_imbalance=k), 4096, 1) for k in (1.0, 1.25)]
+    more = kept[1].layer(model.layers[0]) - kept[0].layer(model.layers[0])
+    assert more == pytest.approx(0.25 * 4096 * 2 * 2 * (3 * 14336 + 2 * 4096))
 
 
 @pytest.mark.parametrize(("hidden", "layers"), [(6144, 48), (12288, 96), (20480, 105), (25600, 128)])
