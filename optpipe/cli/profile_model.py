@@ -140,7 +140,11 @@ def predict_model(model: str, options: Options, machine: str, output: Path, as_j
         from optpipe.profile.predicted import predict_layers
     from optpipe.profile.measured import without_margin
     from optpipe.profile.without_values import WithoutValues
+    from optpipe.train.launch import under_torchrun
 
+    if under_torchrun():
+        detail = "is given, but one process predicts all layers. Maybe leave torchrun out."
+        raise InputError([Issue("--machine", "many_processes", detail)])
     known, run = Machine.load(machine), WithoutValues()
     with doing(f"running {model} without values"):
         with nullcontext() if model.startswith("hf:") else run:

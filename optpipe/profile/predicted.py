@@ -192,7 +192,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operations = flop_registry[op](*args, **named, out_val=result)
             self._work += work(products=self._seconds(given, operations))
         else:
-            moved = _bytes_moved(op, given, made, [*written_by(func, args)])
+            moved = _bytes_moved(op, given, made, [*written_by(func, args, named)])
             self._work += work(memory=moved / self._facts.memory_bytes_per_s)
         return result
 

@@ -216,6 +216,8 @@ class Named:
         with _current_folder_importable():
             try:
                 return self._call(*arguments)
+            except ValuesNeededError as error:
+                self.refuse("needs_values", str(error))
             except Exception as error:
                 numbers = ", ".join(str(argument) for argument in arguments if isinstance(argument, int))
                 given = f" when called with {numbers}" if numbers else ""

@@ -79,7 +79,7 @@ class WithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [value for value in tree_leaves((args, named)) if isinstance(value, Tensor)]
         if all(_has_values(tensor) for tensor in given):
             return self._with_values(func, args, named, given)
-        for tensor in written_by(func, args):
+        for tensor in written_by(func, args, named):
             if not isinstance(tensor, FakeTensor):
                 if tensor.dtype is torch.uint8:  # bytes of an activation that was offloaded
                     return tensor
@@ -135,11 +135,11 @@ class WithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made.requires_grad_(tensor.requires_grad)
 
 
-def written_by(func: Any, args: Sequence[Any]) -> Iterator[Tensor]:
+def written_by(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors among the arguments of an op into which it writes."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(value)
+            yield from _tensors(args[number] if number < len(args) else named.get(argument.name))
 
 
 def _lower(value: Any) -> Any:

@@ -150,12 +150,24 @@ def test_causal_attention_is_half_of_all_pairs_and_twice_as_much_in_b() -> None:
     assert passes[1][1] - passes[0][1] == pytest.approx(whole_us, abs=0.2)
 
 
+class Positive(nn.Module):
+    """Writes into booleans what depends on other numbers: these would keep values that are wrong."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        picked = torch.zeros(x.shape, dtype=torch.bool)
+        return x * torch.gt(x.detach(), 0, out=picked)
+
+
 @pytest.mark.parametrize(
     ("subject", "message"),
     [
         (
             experts(),
             r"stages\[1\] \(Experts\) depends on the data: aten\.\S+ needs values at odd_stages\.py:\d+\. Maybe",
+        ),
+        (
+            Subject("positive", [nn.Linear(4, 4), Positive()], torch.randn(2, 4), torch.zeros(2, 4), _sum),
+            r"stages\[1\] \(Positive\) depends on the data: aten\.gt\.\S+ needs values at test_predicted\.py:\d+",
         ),
         (
             Subject("recurrent", [Recurrent(), Recurrent()], torch.randn(3, 2, WIDTH), torch.zeros(3, 2, WIDTH), _sum),
