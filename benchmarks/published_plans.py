@@ -1,4 +1,4 @@
-"""Six configurations that NVIDIA published with their time a step, beside the plans of the same jobs."""
+"""Six configurations that NVIDIA published with their time a step, and plans of the same jobs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _line(row: Row, limit_s: float) -> Iterator[str]:
     gpu = named_machines()[row.machine]
     job = Job(row.model, gpu, row.sequence, row.global_batch, software_of(row.software), row.software)
     say(f"{row.model.name} on {row.strategy.gpus} GPUs")
-    told: list[Plan] = []
+    plans: list[Plan] = []
     began = time.perf_counter()
     limits = Limits(limit_s, workers=available_cores())
-    plan = plan_cluster(job, row.strategy.gpus, {}, limits, told.append, compile_once)
+    plan = plan_cluster(job, row.strategy.gpus, {}, limits, plans.append, compile_once)
     took_s = time.perf_counter() - began
     theirs_s = predict(gpu, row).seconds
-    rated = next(one for one in told if one.complete).ratings
+    rated = next(one for one in plans if one.complete).ratings
     faster = sum(one.seconds < theirs_s for one in rated)
     best, theirs = plan.ratings[0], Rated(row.strategy, "solved", 0.0, theirs_s)
     assert row.seconds is not None, "the rows have measured steps"

@@ -1,4 +1,4 @@
-"""Searches in child processes, for a training that goes on meanwhile."""
+"""Searches in child processes, while a training runs."""
 
 from __future__ import annotations
 
