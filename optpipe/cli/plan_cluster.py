@@ -34,8 +34,6 @@ SHOWN, FIRST = 12, 5
 MOST_RATED = 50
 """Most beaten strategies that are rated to say what one of them loses."""
 GIB = 2**30
-PLAN_FILES = ("plan.json", "schedule.json", "layers.json")
-"""Files of the folder of a plan; the last two where its best strategy was cut and scheduled."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     from optpipe.cluster.machine import Machine
     from optpipe.cluster.model import load_model
     from optpipe.cluster.software import software_of
-    from solver.layout.cluster_plan import plan_cluster
+    from solver.layout.cluster_plan import PLAN_FILES, plan_cluster
     from solver.layout.fitting import Job
     from solver.layout.strategies import read_degrees
     from solver.limits import Limits, available_cores
@@ -134,10 +132,12 @@ def _matches(strategy: Strategy, wanted: Mapping[str, Any]) -> bool:
 def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
     """Write the files of a plan; those that an earlier plan left there, and this one has not, go."""
     from optpipe.schedule import schedule_text
+    from solver.layout.cluster_plan import PLAN_FILES
 
     texts = {"plan.json": json.dumps(document, indent=1, allow_nan=False) + "\n"}
+    texts |= {plan.schedule_file(n): schedule_text(one.schedule) for n, one in enumerate(plan.solved)}
     if (best := plan.best_solved) is not None:
-        texts |= {"schedule.json": schedule_text(best.schedule), "layers.json": best.layers.to_json()}
+        texts["layers.json"] = best.layers.to_json()
     for name in PLAN_FILES:
         if name in texts:
             write_atomically(folder / name, texts[name])
@@ -180,7 +180,8 @@ def _print(plan: Plan, output: Path | None) -> None:
     for sentence in plan.job.model.assumptions:
         console.print(sentence)
     if output is not None:
-        console.print(f"wrote {output}/plan.json" + (", schedule.json, layers.json" if plan.best_solved else ""))
+        files = [*map(plan.schedule_file, range(len(plan.solved))), *(["layers.json"] if plan.best_solved else [])]
+        console.print(", ".join([f"wrote {output}/plan.json", *sorted(files, key=len)]))
 
 
 def plan_table(plan: Plan, most: int) -> Table:

@@ -29,6 +29,9 @@ from solver.trainer_settings import Setting, nearest_settings
 
 MOST_SOLVED = 3
 """Most families that are cut and scheduled: each has a part of the time."""
+PLAN_FILES = ("plan.json", "schedule.json", "layers.json", *(f"schedule-{n + 1}.json" for n in range(MOST_SOLVED)))
+"""Files of the folder of a plan. `schedule.json` and `layers.json` are of the strategy to take, if it was cut and
+scheduled; `schedule-2.json` is of the second fastest that was."""
 LEAST_S = 2.0
 """Seconds below which no family is begun."""
 SHOWN_WORK = 48
@@ -115,6 +118,10 @@ class Plan(Displayed):
     def best_solved(self) -> Solved | None:
         """The strategy to take as it was cut and scheduled; None where it has a published schedule alone."""
         return next((one for one in self.solved if one.strategy == self.best.strategy), None)
+
+    def schedule_file(self, number: int) -> str:
+        """Name of the file with the schedule of a family, by its place in `solved`."""
+        return "schedule.json" if self.solved[number] is self.best_solved else f"schedule-{number + 1}.json"
 
     def tokens_per_s(self, seconds: float) -> float:
         """Tokens a second and GPU."""
@@ -204,8 +211,9 @@ class Plan(Displayed):
                     "cut": list(one.layout.sizes),
                     "method": one.schedule.method,
                     "bubble": one.schedule.bubble,
+                    "schedule_file": self.schedule_file(number),
                 }
-                for one in self.solved
+                for number, one in enumerate(self.solved)
             ],
             "strategies": strategies,
         }

@@ -21,7 +21,9 @@ def test_a_plan_is_a_folder(cli: Cli, tmp_path: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["best"]["pp"] == 4
     assert "no strategy takes less than" in (tmp_path / "plan.svg").read_text()
-    assert Schedule.load(folder / "schedule.json").problem.devices
+    for one in plan["solved"]:
+        assert Schedule.load(folder / one["schedule_file"]).value_us == one["pipeline_us"]
+    assert (folder / "schedule.json").exists()
     assert LayerProfile.load(folder / "layers.json").parallel.data * 4 <= 16
     run = cli("export", folder, "--to", "torchtitan", "-o", tmp_path / "new" / "run", "--json")
     assert run.document["files"] == ["launch.sh", "optpipe_plan.py", "schedule.json"]
