@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.cluster.machine import SHARES, Machine
-from optpipe.errors import InputError
+from optpipe.errors import InputError, TrainingError
 from optpipe.layers import Layer, LayerProfile
 from optpipe.profile.predicted import predict_layers
 from optpipe.profile.subject import Subject
@@ -156,6 +157,12 @@ class Positive(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         picked = torch.zeros(x.shape, dtype=torch.bool)
         return x * torch.gt(x.detach(), 0, out=picked)
+
+
+def test_buffers_of_what_is_recomputed_are_refused() -> None:
+    stages = [Words(), nn.Sequential(Block(), Block()), nn.Linear(WIDTH, WORDS)]
+    with pytest.raises(TrainingError, match="a block has buffers, and without values it is not known which"):
+        predict_layers(WithoutValues(), replace(words(), stages=stages), MACHINE, None, ("selective",), None)
 
 
 @pytest.mark.parametrize(
