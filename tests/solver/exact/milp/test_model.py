@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from instances import HALF, REFERENCE, instance, uniform
+from instances import HALF, REFERENCE, WHOLE, instance, uniform
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -32,6 +32,12 @@ def solved(problem: Problem, method: str = "milp", **limits: Any) -> Schedule:
 def test_proves_known_optima(problem: Problem, value_us: float) -> None:
     schedule = solved(problem)
     assert (schedule.status, schedule.value_us, schedule.bound_us) == ("optimal", value_us, value_us)
+
+
+def test_what_a_reload_brings_back_is_on_the_host_until_it_ends() -> None:
+    problem = uniform(3, 4, budget=5, offload=WHOLE, host_memory_bytes=2)
+    schedules = [solved(problem, method) for method in ("milp", "cp-sat")]
+    assert [(one.status, one.value_us) for one in schedules] == [("optimal", 158)] * 2
 
 
 def test_proves_a_reference_optimum() -> None:
