@@ -215,6 +215,21 @@ def read_plan(body: bytes, caps: Caps) -> ReadPlan:
     )
 
 
+class LaunchFile(_Answer):
+    """A file of a launch."""
+
+    name: str
+    text: str | None = Field(description="Null: the plan's schedule, which `file` fetches.")
+
+
+class LaunchAnswer(_Answer):
+    """Files that start a plan in a trainer."""
+
+    files: list[LaunchFile] = Field(description="To be put into one folder; the first is started.")
+    lost: list[str] = Field(description="What the trainer does otherwise than planned.")
+    seconds: float = Field(description="Predicted of a step as the trainer runs it.")
+
+
 class ModelsAnswer(_Answer):
     """Language models that are known by name."""
 

@@ -19,6 +19,8 @@ from api.errors import HttpError, input_error, unprocessable
 from api.models import (
     Caps,
     CheckedAnswer,
+    LaunchAnswer,
+    LaunchFile,
     ProblemBody,
     ReadSubmission,
     SubmissionBody,
@@ -30,6 +32,7 @@ from api.models import (
 )
 from optpipe.errors import InputError, OptPipeError
 from optpipe.export import EXPORTERS
+from optpipe.export.launch import launch_files
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
 from solver.cache import canonical_form, rebuild_schedule, text_digest
@@ -114,6 +117,18 @@ def export(body: bytes, exporter: str, **options: Any) -> bytes:
     return content if isinstance(content, bytes) else content.encode()
 
 
+def launch(body: bytes, trainer: str) -> bytes:
+    """The `LaunchAnswer` of a plan."""
+    try:
+        launched = launch_files(json.loads(body), trainer)
+    except InputError as error:  # a plan stands outside the request: no pointer leads to it
+        raise unprocessable(error.issues[0].code, f"of the plan, {error}") from None
+    files = [LaunchFile(name=name, text=text) for name, text in launched.files.items()]
+    if launched.runs_schedule:
+        files.append(LaunchFile(name="schedule.json", text=None))
+    return LaunchAnswer(files=files, lost=[*launched.lost], seconds=launched.seconds).model_dump_json().encode()
+
+
 def _json(document: Any) -> bytes:
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
@@ -130,6 +145,7 @@ TASKS: Mapping[str, Callable[..., bytes]] = {
         analyze,
         compare,
         export,
+        launch,
     )
 }
 

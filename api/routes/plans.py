@@ -6,7 +6,7 @@ import asyncio
 import json
 from dataclasses import asdict, replace
 from functools import cache
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 from uuid import UUID
 
 from fastapi import APIRouter, Header, Query, Response
@@ -15,7 +15,7 @@ from api.errors import unprocessable
 from api.jobs.records import BestRevision
 from api.jobs.submit import Request, SubmittedPlan
 from api.middleware import JsonBody, Key, Owner
-from api.models import JobAnswer, MachinesAnswer, ModelsAnswer, PlanBody, ReadPlan, read_plan
+from api.models import JobAnswer, LaunchAnswer, MachinesAnswer, ModelsAnswer, PlanBody, ReadPlan, read_plan
 from api.openapi import SUBMITTED, WITH_BODY, errors, headers, json_request
 from api.routes import documents
 from api.routes.documents import CONTENT, DOCUMENT, Format, is_known, validated_by
@@ -25,7 +25,8 @@ from api.service import TheService
 from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import load_model, named_models
 from optpipe.errors import InputError
-from solver.layout.strategies import FIELDS, read_degrees
+from optpipe.export.launch import TRAINERS
+from solver.layout.strategies import AXES, FIELDS, read_degrees
 
 router = APIRouter(prefix="/v1", tags=["plans"])
 
@@ -37,6 +38,12 @@ EXAMPLE = {
     "global_batch": 512,
     "fixed": {"tp": [4, 8]},
     "config": {"time_limit_s": 30},
+}
+
+LAUNCH_EXAMPLE = {
+    "files": [{"name": "launch.sh", "text": "#!/bin/sh\n..."}],
+    "lost": ["model: flags state its shape; base of the rotary angles, epsilon of norms and the like are defaults"],
+    "seconds": 56.9,
 }
 
 
@@ -155,6 +162,56 @@ async def schedule(
         text = await service.pool.run("plan_schedule", body, owner, values=values, max_ops=service.caps.max_ops)
         found = replace(plan, text=text.decode())
     return await documents.schedule_response(service, owner, job_id, found, format, drop_offload)
+
+
+if TYPE_CHECKING:
+    Trainer = str
+else:
+    Trainer = Literal[*TRAINERS]
+
+
+@router.get(
+    "/plans/{job_id}/export",
+    response_model=LaunchAnswer,
+    responses={
+        200: {
+            "description": "The files, or the text of the one that `file` names.",
+            "content": {"application/json": {"example": LAUNCH_EXAMPLE}, "text/plain": {"schema": {"type": "string"}}},
+            "headers": headers("ETag"),
+        },
+        **_FOUND,
+    },
+)
+async def export(
+    service: TheService,
+    owner: Owner,
+    job_id: UUID,
+    to: Annotated[Trainer, Query(description="The trainer.", examples=["megatron"])],
+    file: Annotated[
+        str, Query(max_length=100, description="Answer with the text of this file alone.", examples=["launch.sh"])
+    ] = "",
+    if_none_match: Annotated[str, Header()] = "",
+) -> Response:
+    """Files that start the strategy to take in a trainer, and what they lose against the plan."""
+    tag = _tag(await service.store.best_revision(job_id, owner))
+    if is_known(tag, if_none_match):
+        return Response(status_code=304, headers=validated_by(tag))
+    best = await service.store.best_plan(job_id, owner)
+    answer = await service.pool.run("launch", best.text.encode(), owner, trainer=to)
+    validated = validated_by(_tag(best.revision))
+    if not file:
+        return Response(answer, headers=validated, media_type="application/json")
+    texts = {one.name: one.text for one in LaunchAnswer.model_validate_json(answer).files}
+    if file not in texts:
+        raise unprocessable("unknown_file", f"there is no {file!a} for {to}. Maybe {' or '.join(map(repr, texts))}.")
+    text = texts[file]
+    if text is None:  # the plan's schedule
+        plan = await asyncio.to_thread(json.loads, best.text)
+        taken = {name: plan["best"][name] for name in (*AXES, "seconds")}
+        number = next(one["solved"] for one in plan["strategies"] if "solved" in one and taken.items() <= one.items())
+        text = (await service.store.best_plan(job_id, owner, number + 1)).text
+    named = {"Content-Disposition": f'inline; filename="{file}"'}
+    return Response(text, headers=validated | named, media_type="text/plain")
 
 
 @router.get(

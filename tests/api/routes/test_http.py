@@ -73,6 +73,7 @@ def test_operations_have_names_that_stay() -> None:
         "openapi",
         "plan_cancel",
         "plan_document",
+        "plan_export",
         "plan_get_job",
         "plan_job_events",
         "plan_list_jobs",

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 from httpx import Client
 
+from api.errors import HttpError
+from api.process_pool_child import launch
 from api.routes.schedules import INLINE_BYTES
 from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import named_models
+from optpipe.export.launch import launch_files
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
+from solver.layout.strategies import FIELDS
 
 JOB: dict[str, Any] = {
     "model": "llama-3.1-8b",
@@ -56,6 +60,8 @@ def test_a_plan_is_a_job(client: Client) -> None:
         [fault] = client.get(f"{path}/schedule", params={"strategy": text}).json()["errors"]
         assert (fault["pointer"], fault["code"]) == ("", code)
 
+    check_launch_files(client, path, plan)
+
     again = client.post("/v1/plans", json=JOB | {"model": named_models()["llama-3.1-8b"], "config": {"name": "mine"}})
     assert again.status_code == 202  # more time is asked for
     equal = client.post("/v1/plans", json=JOB | {"config": {"time_limit_s": 2, "name": "mine"}})
@@ -69,6 +75,38 @@ def test_a_plan_is_a_job(client: Client) -> None:
     assert client.get(f"{path}/plan").status_code == 404
 
 
+def check_launch_files(client: Client, path: str, plan: dict[str, Any]) -> None:
+    """All files at once and each by name are those of the command line; what a trainer cannot run is refused."""
+    query = {"to": "torchtitan"}
+    answer = client.get(f"{path}/export", params=query)
+    made = launch_files(plan, "torchtitan")
+    schedule = {"schedule.json": None} if made.runs_schedule else {}
+    assert {one["name"]: one["text"] for one in answer.json()["files"]} == {**made.files, **schedule}
+    assert (answer.json()["lost"], answer.json()["seconds"]) == ([*made.lost], made.seconds)
+    known = {"If-None-Match": answer.headers["etag"]}
+    assert client.get(f"{path}/export", params=query, headers=known).status_code == 304
+    texts = {
+        name: client.get(f"{path}/export", params=query | {"file": name}).text for name in (*made.files, *schedule)
+    }
+    taken = next(
+        (one for one in plan["strategies"] if "solved" in one and one["seconds"] == plan["best"]["seconds"]), {}
+    )
+    for name in schedule:
+        strategy = ",".join(f"{axis}={taken[axis]}" for axis in FIELDS)
+        assert texts.pop(name) == client.get(f"{path}/schedule", params={"strategy": strategy}).text
+    assert texts == made.files
+    for wrong, part in (
+        ({"to": "slurm"}, "'megatron', 'bridge', 'torchtitan' or 'automodel'"),
+        ({"to": "megatron", "file": "x.yaml"}, "there is no 'x.yaml' for megatron. Maybe 'launch.sh'."),
+    ):
+        refused = client.get(f"{path}/export", params=wrong)
+        assert (refused.status_code, part in refused.json()["detail"]) == (422, True), refused.text
+    other = plan | {"config": plan["config"] | {"model_type": "olmo2"}}
+    with pytest.raises(HttpError, match=r"of the plan, model is of model_type 'olmo2'.* Maybe --to bridge") as raised:
+        launch(json.dumps(other).encode(), "megatron")
+    assert [(fault.pointer, fault.code) for fault in raised.value.faults] == [("", "cannot_run")]
+
+
 def test_what_jobs_have(idle: Client) -> None:
     headers = {"Idempotency-Key": "once"}
     first, second = (idle.post("/v1/plans", json=JOB, headers=headers) for _ in range(2))
@@ -76,7 +114,8 @@ def test_what_jobs_have(idle: Client) -> None:
     assert first.json()["id"] == second.json()["id"]
     path = first.headers["location"]
     assert idle.patch(path, json={"name": "renamed", "note": "for later"}).json()["name"] == "renamed"
-    assert idle.get(f"{path}/plan").json()["errors"][0]["code"] == "no_schedule"
+    for not_yet in ("plan", "export?to=megatron"):
+        assert idle.get(f"{path}/{not_yet}").json()["errors"][0]["code"] == "no_schedule"
     assert idle.post(f"{path}/cancel").json()["status"] == "cancelled"
     assert idle.post(f"{path}/retry").json()["status"] == "queued"
     solve = idle.post("/v1/schedules", json=idle.get("/v1/demo-data/tiny").json()).json()["id"]
