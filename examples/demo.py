@@ -8,9 +8,13 @@ small GPT is trained on four virtual devices in this process, with a check again
 from __future__ import annotations
 
 import argparse
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from optpipe.cli.console import doing_long, stdout, table
+from optpipe.cli.console import stdout, table
 from optpipe.cli.plan_cluster import plan_table
 from optpipe.cli.solve import print_event
 from optpipe.cli.train_report import print_result, print_step
@@ -37,6 +41,8 @@ WITH_OFFLOAD = Path(__file__).parent / "problems" / "offload-p4-m8.json"
 PUBLISHED = ("1f1b", "1f1b-recompute", "zb-h1", "zb-auto")
 SHOWN = 8
 """Strategies of the plan's table."""
+LINE_S = 7.0
+"""Seconds between two lines of what takes long."""
 RATING_S = 1.0
 """Time limit of a plan that rates all strategies and searches for no schedule."""
 
@@ -106,13 +112,33 @@ def train_gpt(out: Path, time_limit_s: float, steps: int) -> None:
     console.print("\na small GPT with offload: 4 virtual devices, one process", style="bold")
     schedule = search(Problem.load(WITH_OFFLOAD), time_limit_s)
     draw_schedule(schedule, out / "gpt.png")
-    print_result(train(TrainingConfig(schedule, steps=steps, check=True), lambda step: print_step(step, every=5)))
+    with lines_of("loading torch, checking gradients and training"):
+        result = train(TrainingConfig(schedule, steps=steps, check=True), lambda step: print_step(step, every=5))
+    print_result(result)
 
 
 def search(problem: Problem, time_limit_s: float) -> Schedule:
     """The best schedule that `auto` finds."""
-    with doing_long(f"searching for up to {time_limit_s:g} s"):
+    with lines_of(f"searching for up to {time_limit_s:g} s"):
         return solve_in_child(problem, "auto", Limits(time_limit_s), on_event=print_event).schedule_or_error()
+
+
+@contextmanager
+def lines_of(what: str) -> Iterator[None]:
+    """Print a line every few seconds while something runs: also where nobody sees a spinner."""
+    began, ended = time.perf_counter(), threading.Event()
+
+    def say() -> None:
+        while not ended.wait(LINE_S):
+            console.print(f"{what}: {time.perf_counter() - began:.0f} s")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _figures(schedule: Schedule) -> tuple[str, str, str]:
