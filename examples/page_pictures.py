@@ -68,6 +68,8 @@ class Look:
     width: int = 1366
     height: int = 900
     touch: bool = False
+    whole: bool = True
+    """Whether the picture has all of the page, or what is in view."""
 
 
 LIGHT, DARK, PHONE = Look(), Look("dark"), Look(width=390, height=844, touch=True)
@@ -192,6 +194,14 @@ def plan_beaten(service: Service, page: Page) -> None:
     page.wait_for_timeout(1500)
 
 
+def plan_launch(service: Service, page: Page) -> None:
+    """Launch files of a plan."""
+    plan_light(service, page)
+    page.get_by_label("Trainer", exact=True).select_option("torchtitan")
+    expect(page.get_by_role("region", name="launch.sh")).to_be_visible()
+    page.locator(".launch").evaluate("panel => panel.scrollIntoView()")
+
+
 def infeasible(service: Service, page: Page) -> None:
     """A problem that is proved infeasible, with the budgets that would do."""
     page.goto(f"/#/jobs/{service.job(TIGHT, method='cp-sat')}")
@@ -292,6 +302,7 @@ STATES: dict[str, tuple[Look, Photograph]] = {
     "plan-faults": (LIGHT, plan_faults),
     "plan-none": (LIGHT, plan_none),
     "plan-beaten": (LIGHT, plan_beaten),
+    "plan-launch": (Look(whole=False), plan_launch),
     "empty": (LIGHT, empty),
     "key": (LIGHT, key),
     "jobs-light": (LIGHT, jobs),
@@ -358,7 +369,7 @@ def photograph(browser: Browser, service: Service, name: str, out: Path) -> None
     page = context.new_page()
     show(service, page)
     page.wait_for_timeout(500)
-    picture = page.screenshot(full_page=not page.locator("[data-full]").count())
+    picture = page.screenshot(full_page=look.whole and not page.locator("[data-full]").count())
     context.close()
     # A palette of 256 colours is all that the page needs, and takes a third of the bytes.
     Image.open(BytesIO(picture)).convert("RGB").quantize(256).save(out / f"{name}.png", optimize=True)

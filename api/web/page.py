@@ -14,6 +14,7 @@ from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from optpipe.export import EXPORTERS
+from optpipe.export.launch import TRAINERS
 from optpipe.kinds import ROWS, covering, needs_of
 from optpipe.plot.style import BUDGET, FAINT_INK, GRID, IDLE, INK, LIGHTEST, MEMORY_EDGE, MEMORY_FILL
 from solver.methods import METHODS
@@ -66,7 +67,7 @@ def mount_page(app: FastAPI) -> None:
     modules = sorted(path for path in sources if path.endswith(".js"))
     formats = [one for one in EXPORTERS.values() if one.media_type]
     page = environment.get_template("index.html").render(
-        folder=folder, modules=modules, methods=METHODS.values(), formats=formats, kinds=_kinds()
+        folder=folder, modules=modules, methods=METHODS.values(), formats=formats, kinds=_kinds(), trainers=TRAINERS
     )
     palette = environment.get_template("palette.css").render(colours=_palette())
     files = sources | {"palette.css": palette.encode()}

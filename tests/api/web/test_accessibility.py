@@ -35,6 +35,8 @@ def show(page: Page, view: str, job: str) -> None:
     if view == "plan":
         page.goto(PLAN)
         expect(page.locator("figure[data-magnification]")).to_be_visible()
+        page.get_by_label("Trainer", exact=True).select_option("megatron")
+        expect(page.get_by_role("region", name="launch.sh")).to_be_visible()
     elif view == "list":
         page.goto("/#/jobs")
         expect(page.locator("[data-part=jobs] tr")).to_have_count(1)

@@ -51,6 +51,34 @@ def test_from_the_front_door_to_a_schedule(page: Page) -> None:
     expect(page.locator("#fixed-tp")).to_have_value("2")
 
 
+def test_launch_files_are_shown_copied_and_downloaded(page: Page, service_url: str) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=service_url)
+    page.goto(f"/#/plan?{QUESTION}")
+    expect(page.locator("[data-part=cancel]")).to_be_hidden()
+    expect(page.locator("[data-part=launch-of]")).to_contain_text(
+        page.locator("tr:has(.taken) [data-part=open]").inner_text()
+    )
+    trainer = page.get_by_label("Trainer", exact=True)
+    trainer.select_option("megatron")
+    script = page.get_by_role("region", name="launch.sh")
+    expect(script).to_contain_text("--tensor-model-parallel-size 2")
+    expect(page.locator("[data-part=lost]")).to_contain_text("model: flags state its shape")
+    page.get_by_role("button", name="Copy launch.sh").press("Enter")
+    expect(page.get_by_role("button", name="Copy launch.sh")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == script.text_content()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download launch.sh").press("Enter")
+    assert download.value.suggested_filename == "launch.sh"
+    assert download.value.path().read_text() == script.text_content()
+    trainer.select_option("automodel")
+    expect(page.get_by_role("region", name="automodel.yaml")).to_be_visible()
+    page.get_by_label("Model", exact=True).select_option("qwen3-8b")
+    expect(page.locator("tr:has(.taken)")).to_be_visible()
+    trainer.select_option("torchtitan")
+    expect(page.locator("[data-part=launch-text]")).to_contain_text("of the plan, model is")
+    expect(script).to_have_count(0)
+
+
 def test_a_change_plans_anew(page: Page) -> None:
     page.goto(f"/#/plan?{QUESTION}")
     expect(page.locator("[data-part=strategies] tr").first).to_be_visible()

@@ -172,6 +172,24 @@ export function getStrategySchedule(id, strategy, signal) {
   return json("GET", `${planPath(id)}/schedule?${new URLSearchParams({ strategy })}`, { signal });
 }
 
+/**
+ * @param {string} id
+ * @param {string} trainer
+ */
+export function launchPath(id, trainer) {
+  return `${planPath(id)}/export?${new URLSearchParams({ to: trainer })}`;
+}
+
+/**
+ * @param {string} id
+ * @param {string} trainer
+ * @param {AbortSignal} signal
+ * @returns {Promise<import("./types.js").Launch>} of the strategy to take
+ */
+export function getLaunch(id, trainer, signal) {
+  return json("GET", launchPath(id, trainer), { signal });
+}
+
 /** @returns {Promise<Job[]>} the newest plans */
 export async function listPlans() {
   /** @type {{jobs: Job[]}} */

@@ -25,7 +25,7 @@ export async function download(job, button, offloads, strategy = "") {
  * @param {string} path on the server
  * @param {string} fileName
  */
-async function save(path, fileName) {
+export async function save(path, fileName) {
   const answer = await request("GET", path);
   const url = URL.createObjectURL(await answer.blob());
   const link = element("a");

@@ -147,6 +147,11 @@
  * @property {Record<string, any> | null} best
  * @property {(Strategy & Record<string, number | string>)[]} strategies
  *
+ * @typedef {object} Launch
+ * @property {{name: string, text: string | null}[]} files null: the plan's schedule
+ * @property {string[]} lost
+ * @property {number} seconds predicted of a step as the trainer runs it
+ *
  * @typedef {object} JobEvent
  * @property {string} job_id
  * @property {"incumbent" | "bound" | "strategies" | "status"} kind

@@ -22,6 +22,7 @@ import { faultFields, showFaults } from "../form/faults.js";
 import { GanttChart } from "../gantt/chart.js";
 import { instantElement, stateText } from "../jobs.js";
 import { fillRanks, fillTimes } from "../plan/bars.js";
+import { LaunchFiles } from "../plan/launch.js";
 import { StrategyTable, bestOf, strategyKey, strategyName } from "../plan/strategies.js";
 import { randomKey, untilAnswered } from "../retry.js";
 import { bytesText, memoryUnit, percentText, timeText } from "../units.js";
@@ -91,6 +92,7 @@ class PlanView {
     this.cancel = part(root, "cancel", HTMLButtonElement);
     this.fields = faultFields(this.form);
     this.table = new StrategyTable(root, (strategy, byUser) => this.#openStrategy(strategy, byUser));
+    this.launch = new LaunchFiles(root);
     this.changing = afterPause(async () => this.#ask(), CHANGE_PAUSE_MS);
   }
 
@@ -123,6 +125,7 @@ class PlanView {
     this.#following.abort();
     this.#drawing.abort();
     this.changing.stop();
+    this.launch.stop();
     this.#chart?.destroy();
   }
 
@@ -409,6 +412,7 @@ class PlanView {
     const shown = this.#isChosen && open ? open : best;
     this.table.show(plan, shown ? strategyKey(shown) : "");
     if (shown) this.#openStrategy(shown, false);
+    if (this.#job && plan.best && best) this.launch.show(this.#job.id, plan.best, strategyName(best));
   }
 
   /**
