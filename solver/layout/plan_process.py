@@ -153,7 +153,8 @@ class _Planning(Watch):
         if self.document is None:
             return OptPipeError(f"no strategy was rated in {self.limits.seconds:.1f} s. Maybe allow more time.")
         nearest = min(self.document["strategies"], key=lambda one: one["memory_bytes"] or inf)
-        return OptPipeError(f"nothing fits: the least that is needed is {nearest['reason']}. Maybe take more GPUs.")
+        least = f"{nearest['reason']}, with {nearest['name']}"
+        return OptPipeError(f"nothing fits: the least that is needed is {least}. Maybe take more GPUs.")
 
 
 def _schedule(message: Message) -> Schedule:
