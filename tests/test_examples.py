@@ -24,7 +24,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "largest gradient error against the reference step" in shown
     assert "strategies rated" in shown
     assert re.search(r"^1f1b-recompute +20.2\d s", shown, re.MULTILINE)
-    assert re.search(r"^optpipe .* no schedule is faster than 14.34 s", shown, re.MULTILINE)
+    assert re.search(r"^optpipe .* no schedule is faster than 14\.\d+ s", shown, re.MULTILINE)
 
 
 @pytest.mark.torchrun
