@@ -69,7 +69,7 @@ class Look:
     height: int = 900
     touch: bool = False
     whole: bool = True
-    """Whether the picture has all of the page, or what is in view."""
+    """True: the picture has all of the page, False: what is in view."""
 
 
 LIGHT, DARK, PHONE = Look(), Look("dark"), Look(width=390, height=844, touch=True)

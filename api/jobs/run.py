@@ -226,7 +226,7 @@ class Prepared(ABC):
 
     @abstractmethod
     def read(self, heard: Any) -> Found:
-        """What an event of the search tells, verified: nothing from a child is stored unchecked."""
+        """Facts of an event of the search, verified: nothing from a child is stored unchecked."""
 
     @abstractmethod
     def better(self, found: Any, other: Any) -> Any:

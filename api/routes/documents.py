@@ -170,7 +170,7 @@ async def submitted_problem(
 async def submitted_text(
     service: Service, owner: UUID | None, job_id: UUID, kind: JobKind, if_none_match: str
 ) -> Response:
-    """What a job of this kind was submitted with."""
+    """Request that a job of this kind was submitted with."""
     text = await service.store.problem_text(job_id, owner, kind)
     tag = f'W/"{job_id}"'
     if is_known(tag, if_none_match):

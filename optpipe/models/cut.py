@@ -80,7 +80,7 @@ def structure(module: nn.Module) -> str:
 
 
 def _identity(value: Any) -> object:
-    """What tells a value from others: an object's number, unless it is made of numbers and texts."""
+    """Key that tells a value from others: an object's number, unless it is made of numbers and texts."""
     match value:
         case bool() | int() | float() | str() | None | torch.dtype() | torch.Size():
             return value

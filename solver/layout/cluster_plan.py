@@ -331,7 +331,7 @@ def _order(one: Rated) -> tuple[float, int, float]:
 
 
 def _family(one: Rated) -> Strategy:
-    """What a rating shares with all ratings of its family."""
+    """Strategy that a rating shares with all ratings of its family."""
     return replace(one.strategy, virtual=1, stage_layers=(), schedule="1f1b", recompute="none")
 
 

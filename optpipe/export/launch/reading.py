@@ -88,7 +88,7 @@ class Best(_Part):
 
 
 class PlanDocument(_Part):
-    """What of a plan launching needs."""
+    """Part of a plan that launching needs."""
 
     format: Literal["optpipe.plan/1"]
     model: str
