@@ -309,7 +309,9 @@ def plan_cluster(
     tried: set[Strategy] = set()
 
     def is_next(one: Rated) -> bool:
-        return one.end == "solved" and _family(one) not in tried and _most_ops(job, one.strategy) <= max_ops
+        """True for a pipeline, which alone has something to search, that no bound keeps from being the fastest."""
+        may_win = one.end == "solved" and one.strategy.pipeline > 1 and one.bound_s < plan.ratings[0].seconds
+        return may_win and _family(one) not in tried and _most_ops(job, one.strategy) <= max_ops
 
     for number in range(MOST_SOLVED):
         left_s = limits.time_left_s
