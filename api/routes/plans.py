@@ -26,7 +26,7 @@ from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import load_model, named_models
 from optpipe.errors import InputError
 from optpipe.export.launch import TRAINERS
-from solver.layout.strategies import AXES, FIELDS, read_degrees
+from solver.layout.strategies import FIELDS, read_degrees
 
 router = APIRouter(prefix="/v1", tags=["plans"])
 
@@ -207,7 +207,8 @@ async def export(
     text = texts[file]
     if text is None:  # the plan's schedule
         plan = await asyncio.to_thread(json.loads, best.text)
-        taken = {name: plan["best"][name] for name in (*AXES, "seconds")}
+        names = FIELDS.keys() - {"schedule"} | {"seconds"}  # `best` has the method that found its schedule
+        taken = {name: plan["best"][name] for name in names}
         number = next(one["solved"] for one in plan["strategies"] if "solved" in one and taken.items() <= one.items())
         text = (await service.store.best_plan(job_id, owner, number + 1)).text
     named = {"Content-Disposition": f'inline; filename="{file}"'}

@@ -10,8 +10,9 @@ import { fillStack, fillTimeLegend, timeParts } from "./bars.js";
 const FIRST_ROWS = 12;
 const MORE_ROWS = 36;
 const DEGREES = ["tp", "cp", "ep", "etp", "dp", "pp", "vpp"];
+const CHOICES = [...DEGREES, "microbatch_size", "sharding", "recompute", "precision"];
 /** What tells strategies apart, as the server reads it. */
-const VALUES = [...DEGREES, "microbatch_size", "sharding", "recompute", "precision", "schedule"];
+const VALUES = [...CHOICES, "schedule"];
 const ENDS = { solved: "", beaten: "beaten: ", does_not_fit: "does not fit: " };
 
 /** @param {Strategy} strategy */
@@ -35,7 +36,7 @@ export function strategyKey(strategy) {
  * @param {Plan} plan
  */
 export function bestOf({ best, strategies }) {
-  return strategies.find((one) => one.end === "solved" && [...DEGREES, "microbatch_size"].every((name) => one[name] === best?.[name]));
+  return strategies.find((one) => [...CHOICES, "seconds"].every((name) => one[name] === best?.[name]));
 }
 
 export class StrategyTable {
