@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
@@ -18,7 +19,7 @@ from optpipe.document import Document
 from optpipe.errors import InputError, Issue
 from optpipe.export.megatron_layout import layout_text
 from optpipe.mode_names import KEPT, OFFLOAD
-from optpipe.units import bytes_text, time_text
+from optpipe.units import bytes_text, count_text, time_text
 
 IN_LOOPS = {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"}
 """Orders that every trainer has, by the names of published schedules."""
@@ -193,12 +194,15 @@ class Launch:
     def in_loops(self, *, offloads: bool = True) -> Pipeline:
         """The nearest in the order of 1F1B or interleaved 1F1B, with stages in loops over the devices.
 
-        The plan's own cut where it has room in this order, of trainers without offload where nothing leaves; else the
-        even cut of the published schedule. Raises InputError where the strategy has no schedule with stages in loops.
+        The plan's own cut where it has room in this order, of trainers without offload where nothing leaves; else, or
+        if that is faster, the even cut of the published schedule. Raises InputError where the strategy has no schedule
+        with stages in loops.
         """
         best, published = self.best, self.best.published
         fixed = best.in_1f1b
-        if fixed is not None and not fixed.short_bytes and (offloads or fixed.activations != OFFLOAD):
+        published_s = published.seconds if published.schedule in IN_LOOPS else inf
+        has_room = fixed is not None and not fixed.short_bytes and (offloads or fixed.activations != OFFLOAD)
+        if fixed is not None and has_room and fixed.seconds <= published_s:
             recompute: Recompute = "none" if fixed.activations in (KEPT, OFFLOAD) else "full"
             order = "interleaved-1f1b" if best.vpp > 1 else "1f1b"
             return self._checked(Pipeline(best.cut, order, recompute, fixed.activations == OFFLOAD, fixed.seconds))
@@ -251,12 +255,14 @@ class Launch:
         )
         if runs.cut != best.cut:
             why = "its stages are on a V (plan with --schedule 1f1b,interleaved-1f1b for others)"
-            if best.in_1f1b is not None:
-                short_bytes = best.in_1f1b.short_bytes
+            if (fixed := best.in_1f1b) is not None:
                 why = "it needs offload in this order"
-                why = f"a device lacks {bytes_text(short_bytes)} with it in this order" if short_bytes else why
-            virtual = len(runs.cut) // best.pp
-            yield f"cut: even, with {virtual} stages a device in place of the plan's {best.vpp}, since {why}"
+                if fixed.short_bytes:
+                    why = f"a device lacks {bytes_text(fixed.short_bytes)} with it in this order"
+                elif fixed.seconds > runs.seconds:
+                    why = f"with it a step takes {time_text(fixed.seconds * 1e6)} in this order"
+            stages = count_text(len(runs.cut) // best.pp, "stage")
+            yield f"cut: even, with {stages} a device in place of the plan's {best.vpp}, since {why}"
         moved = best.activations
         if moved is not None and (moved.offloaded or moved.recomputed):
             what = "offloaded" if runs.offload else "recomputed" if runs.recompute != "none" else "kept"

@@ -24,6 +24,7 @@ from optpipe.errors import InputError
 from optpipe.export.launch import TRAINERS, LaunchFiles, launch_files
 from optpipe.export.launch.megatron import group_size
 from optpipe.export.launch.reading import Launch
+from optpipe.units import time_text
 from solver.layout.cluster_plan import plan_cluster
 from solver.layout.fitting import Job
 from solver.limits import Limits
@@ -142,6 +143,13 @@ def test_offload_is_set_where_the_trainer_has_it() -> None:
     lost = " ".join(launch_files(plan, "automodel").lost)
     assert "it needs offload in this order" in lost
     assert "all are recomputed; of 128 the plan offloads 9 and recomputes 7" in lost
+
+
+def test_what_is_slower_in_1f1b_is_cut_as_published() -> None:
+    published_s = LLAMA["best"]["published"]["seconds"]
+    launched = launch_files(scheduled(LLAMA, UNEVEN, seconds=1.01 * published_s), "megatron")
+    assert launched.seconds == published_s
+    assert f"with it a step takes {time_text(1.01e6 * published_s)} in this order" in " ".join(launched.lost)
 
 
 def test_what_does_not_fit_is_cut_as_published() -> None:
