@@ -37,7 +37,7 @@ EXAMPLE = {
     "sequence": 8192,
     "global_batch": 512,
     "fixed": {"tp": [4, 8]},
-    "config": {"time_limit_s": 30},
+    "config": {"time_limit_s": 3},
 }
 
 LAUNCH_EXAMPLE = {

@@ -16,12 +16,12 @@ from tests.sample import SEED, some
 
 CONFIG = """
 [checks.positive_data_acceptance]
-expected-statuses = ["2xx", "401", "403", "404", "409", "422"]
+expected-statuses = ["2xx", "304", "401", "403", "404", "409", "422"]
 """
 """Statuses of requests that the description allows.
 
 It cannot say that a stage's device must be among the devices, nor that only keys of admins may ask for the jobs of all
-keys."""
+keys. 304 answers an If-None-Match that every answer matches."""
 
 EXAMPLES = 3
 """Made-up requests a call, besides those that try every single field."""
