@@ -166,7 +166,7 @@ def test_the_best_is_no_worse_than_any_published_schedule_alone(problem: Problem
 
 def test_what_is_not_filled_keeps_the_budget_all_the_same() -> None:
     """Filling keeps the peak of the block: what exceeds the budget is not filled, and refused with its bytes."""
-    with pytest.raises(MethodError, match="v-zb needs 16 bytes on device 0, but its budget is 12"):
+    with pytest.raises(MethodError, match="v-zb needs 16 B on device 0, but its budget is 12 B"):
         published_orders(METHODS["v-zb"], uniform(4, 8, v_shape=True, budget=12))
 
 
