@@ -68,7 +68,7 @@ def test_a_small_problem_is_answered_without_any_kernel(kept: Path) -> None:
 def test_a_large_one_needs_the_simulator_s_alone(kept: Path, v_shape: bool) -> None:
     problem = uniform(8, 128, v_shape=v_shape, budget=32)
     assert count_ops(problem) > INTERPRETED_OPS
-    heard = solved(problem, kept, limit_s=2.0)
+    heard = solved(problem, kept, limit_s=5.0)
     first, there = heard[0]
     # Any published schedule: only the newest is sent, so a busy machine skips the first ones.
     assert METHODS[first.method.removesuffix(", unfilled")].kind == "published"

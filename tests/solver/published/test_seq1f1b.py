@@ -37,7 +37,7 @@ def test_causal_slices_of_equal_length() -> None:
     schedule = solve(causal(7), "seq1f1b")
     assert schedule.value_us == 1773
     assert round(schedule.bubble, 3) == 0.350
-    with pytest.raises(MethodError, match="seq1f1b needs 7 bytes on device 0, but its budget is 6"):
+    with pytest.raises(MethodError, match="seq1f1b needs 7 B on device 0, but its budget is 6 B"):
         solve(causal(6), "seq1f1b")
 
 
