@@ -75,5 +75,6 @@ def test_a_plan_ends_in_time() -> None:
 
 
 def test_no_legal_strategy() -> None:
-    with pytest.raises(InputError, match="has no legal strategy on 64 GPUs with what is fixed"):
+    message = r"no legal strategy on 64 GPUs with what is fixed\. Maybe tp of 1, 2, 4, 8 in place of 7\."
+    with pytest.raises(InputError, match=message):
         plan_cluster(job(), 64, {"tp": [7]}, Limits(1.0))
