@@ -249,9 +249,9 @@ class Memory:
         self.model.add_cumulative([interval for interval, _ in held], [size for _, size in held], budget)
 
     def _interval(self, name: str, piece: Held) -> cp_model.IntervalVar | None:
-        """The part of a piece that lies in the window or after it; None where there is none."""
+        """The part of a piece that lies behind the earliest start of an op of the window; None where there is none."""
         first, last = (self.tasks.outside(moment) for moment in (piece.first, piece.last))
-        if first == AFTER or (last == BEFORE and self.tasks.fixed(piece.last) == self.frame.window.begin):
+        if first == AFTER or (last == BEFORE and self.tasks.fixed(piece.last) == self.frame.earliest):
             return None
         if first is None and last is None:
             if piece.first.task is piece.last.task and piece.presence is None:
@@ -490,7 +490,7 @@ class Tasks:
         return None if k in self.decided else int(self.frame.where[k])
 
     def fixed(self, moment: Moment) -> int:
-        """The time of a moment that the model does not decide, no earlier than the window's begin."""
+        """The time of a moment that the model does not decide, no earlier than any that it does."""
         k = self.numbering.index[moment.task.op]
         at = int(self.around.end[k] if moment.is_end else self.around.start[k])
-        return at + self.frame.far if self.frame.where[k] == AFTER else max(at, self.frame.window.begin)
+        return at + self.frame.far if self.frame.where[k] == AFTER else max(at, self.frame.earliest)

@@ -260,7 +260,8 @@ class Frame:
 
     `heads`: earliest starts, after all inputs from before the window. `tails`, row d: the time from their end to that
     of device d, through ops after the window. `limits`: the end that each device has if the window stays as it is.
-    `running`: ops before the window that end in it. Times in ticks.
+    `earliest`: the least start of any, which is before the window where a device idles there. `running`: ops before the
+    window that end after that. Times in ticks.
     """
 
     def __init__(self, around: Surroundings, window: Window) -> None:
@@ -273,10 +274,11 @@ class Frame:
                 first, *others = self.numbering.parts(op)
                 self.where[others] = self.where[first]
         self.inside = np.flatnonzero((self.where == INSIDE) & around.present)
-        self.running = np.flatnonzero((self.where == BEFORE) & (around.end > window.begin) & around.present)
         self.last_end = int(around.end[around.present].max())
         self.far = 4 * self.last_end + 1  # after everything that a window can delay
         self.heads = self._heads()
+        self.earliest = min(window.begin, int(self.heads[self.inside].min(initial=window.begin)))
+        self.running = np.flatnonzero((self.where == BEFORE) & (around.end > self.earliest) & around.present)
         self.tails = self._tails()
         self.limits: Ints = (around.end[self.inside] + self.tails[:, self.inside]).max(axis=1, initial=0)
         if self.problem.objective == "makespan":
