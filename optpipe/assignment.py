@@ -19,6 +19,7 @@ from numba import njit
 from optpipe.ops import Orders
 from optpipe.problem import Floats, Ints, Problem
 from optpipe.simulate import UnitTimes
+from optpipe.stage import UnitFactors
 
 CLUSTERS = 3
 """Clusters of similar microbatches, of which every order is tried."""
@@ -34,6 +35,9 @@ PATIENCE = 20
 
 PER_UNIT = 10**6
 """Factors of bytes are counted in millionths."""
+
+SIZE = UnitFactors._fields.index("bytes")
+"""Row of the factors of bytes among those of microbatches."""
 
 
 def likely_orders(times: Sequence[float]) -> Mapping[str, Sequence[int]]:
@@ -86,8 +90,7 @@ class Places:
 
     def __init__(self, problem: Problem, orders: Orders, memory: Sequence[MemorySteps] = ()) -> None:
         self._run = list(orders.microbatch_order or range(problem.microbatches))
-        own = problem.microbatch_factors
-        self._planned = [entry.time for entry in own] if own else [1] * problem.microbatches
+        self._planned_us = problem.microbatch_work_us
         alike = problem.replaced(microbatch_factors=None, microbatch_order="free")
         self._times = UnitTimes(alike, orders)
         self._memory = memory
@@ -95,7 +98,7 @@ class Places:
     def value_us(self, factors: Floats, places: Sequence[int]) -> float:
         """Predicted value of the schedule's objective with microbatch `places[k]` in place k.
 
-        `factors`: rows of times, of bytes, and of transfers, each with an entry for every microbatch.
+        `factors`: a row for each field of `UnitFactors`, with an entry for every microbatch.
         """
         return self._times.value_us(factors[:, list(places)])
 
@@ -103,7 +106,7 @@ class Places:
         """Most bytes by which a device would exceed its budget; 0 if none would."""
         if not self._memory:
             return 0
-        millionths = np.rint(factors[1] * PER_UNIT).astype(np.int64)[list(places)]
+        millionths = np.rint(factors[SIZE] * PER_UNIT).astype(np.int64)[list(places)]
         return max(
             0,
             *(
@@ -132,7 +135,7 @@ class Places:
             places = of_running(order)
             return self.excess_bytes(factors, places), self.value_us(factors, places)
 
-        best = min(self._starts(factors[0]), key=judged)
+        best = min(self._starts(self._times.work_us(factors)), key=judged)
         best_value = value = judged(best)
         order, late, rng = list(best), [value] * PATIENCE, Random(0)
         for k in range(changes if m > 1 else 0):
@@ -151,13 +154,13 @@ class Places:
             late[k % PATIENCE] = value
         return of_running(best)
 
-    def _starts(self, times: Floats) -> Iterator[Sequence[int]]:
+    def _starts(self, times_us: Floats) -> Iterator[Sequence[int]]:
         """Running orders to begin with: as given, by the ranks of the planned times, and the likely ones."""
-        yield range(len(times))
-        ranked = [0] * len(times)
+        yield range(len(times_us))
+        ranked = [0] * len(times_us)
         for place, microbatch in zip(
-            np.argsort(self._planned, kind="stable"), np.argsort(times, kind="stable"), strict=True
+            np.argsort(self._planned_us, kind="stable"), np.argsort(times_us, kind="stable"), strict=True
         ):
             ranked[place] = int(microbatch)
         yield [ranked[place] for place in self._run]
-        yield from likely_orders(times.tolist()).values()
+        yield from likely_orders(times_us.tolist()).values()

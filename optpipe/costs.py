@@ -10,12 +10,19 @@ own, a function of this module is given the stage with those of the unit, `Probl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import nan
 from typing import NamedTuple
 
 from optpipe.kinds import COPIES, KIND, SizeName, TimeName
 from optpipe.mode_names import OFFLOAD
 from optpipe.stage import Mode, Stage, UnitStage
+
+FACTOR_OF_TIME: Mapping[TimeName, str] = {
+    "forward": "forward", "backward_input": "backward_input", "backward_weight": "backward_weight",
+    "recompute": "recompute", "recompute_inside": "recompute", "offload": "bytes", "reload": "bytes",
+}  # fmt: skip
+"""The field of `UnitFactors` by which each part of a duration is multiplied."""
 
 
 class Effect(NamedTuple):

@@ -85,11 +85,24 @@ class Device(Document):
 
 
 class MicrobatchFactors(Document):
-    """Costs of one microbatch as multiples of its stages': of times, of bytes and copies, and of transfers."""
+    """Costs of one microbatch as multiples of its stages': of times, of bytes and copies, and of transfers.
+
+    `forward`, `backward_input`, `backward_weight` and `recompute` are of times of one kind; None: as `time`.
+    """
 
     time: Factor = 1
     bytes: Factor = 1
     transfer: Factor = 1
+    forward: Factor | None = None
+    backward_input: Factor | None = None
+    backward_weight: Factor | None = None
+    recompute: Factor | None = None
+
+    @property
+    def by_name(self) -> UnitFactors:
+        """The factor of each kind of time, of bytes and of transfers."""
+        given = (getattr(self, name) for name in UnitFactors._fields)
+        return UnitFactors._make(exact(self.time if factor is None else factor) for factor in given)
 
 
 class Slices(Document):
@@ -213,24 +226,24 @@ class Problem(Displayed, Document):
     def _check_scaled(self) -> None:
         """Reject costs that are within their limits, but not for the largest unit."""
         own = self.microbatch_factors or [MicrobatchFactors()]
-        time, size, message = (max(exact(getattr(one, name)) for one in own) for name in MicrobatchFactors.model_fields)
+        largest = UnitFactors._make(max(column) for column in zip(*(one.by_name for one in own), strict=True))
         sends = [*map(max, zip([*self.forward_delay_us, 0], [0, *self.backward_delay_us], strict=True))]
         for s, stage in enumerate(self.stages):
             slices = self._slice_factors[s]
             most = [max(column) for column in zip(*slices, strict=True)]
-            forward, backward, weight, again, large, transfer = most
+            forward, backward, weight, again, large, transfer = map(mul, most, largest)
             copies = [copy for copy in (stage.offload, *(mode.offload for mode in stage.modes)) if copy]
             work = stage.workspace_bytes
             sizes = [stage.activation_bytes, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW]
             for mode in stage.modes:
                 sizes += [mode.forward_workspace_bytes or 0, mode.workspace_bytes, mode.segment_bytes or 0]
             most_us = max(
-                stage.forward_us * time * forward,
-                stage.backward_input_us * time * backward,
-                stage.backward_weight_us * time * weight,
-                max((mode.recompute_us or 0 for mode in stage.modes), default=0) * time * again,
-                max((max(copy.offload_us, copy.reload_us) for copy in copies), default=0) * size * large,
-                sends[s] * message * transfer,
+                stage.forward_us * forward,
+                stage.backward_input_us * backward,
+                stage.backward_weight_us * weight,
+                max((mode.recompute_us or 0 for mode in stage.modes), default=0) * again,
+                max((max(copy.offload_us, copy.reload_us) for copy in copies), default=0) * large,
+                sends[s] * transfer,
             )
             if most_us > MAX_TIME_US:
                 detail = f"stages[{s}] has a time of {float(most_us):g} us with its largest factor"
@@ -238,7 +251,7 @@ class Problem(Displayed, Document):
                     "too_large", f"{detail} but at most {MAX_TIME_US} us are allowed. Maybe a factor is a time"
                 )
             gradients = stage.slice_gradient_bytes * sum(entry.bytes for entry in slices[:-1])
-            most_bytes = max(max(sizes) * large, gradients) * size
+            most_bytes = max(max(sizes) * large, gradients * largest.bytes)
             if most_bytes > MAX_BYTES:
                 detail = f"stages[{s}] has {float(most_bytes):g} bytes with its largest factor"
                 raise reject("too_large", f"{detail} but at most {MAX_BYTES} are allowed. Maybe a factor is a size")
@@ -260,7 +273,7 @@ class Problem(Displayed, Document):
     @cached_property
     def has_factors(self) -> bool:
         """True if some unit has other costs than those that its stages state."""
-        if any(entry != MicrobatchFactors() for entry in self.microbatch_factors or ()):
+        if any(factor != 1 for entry in self.microbatch_factors or () for factor in entry.by_name):
             return True
         if self.slices is None:
             return False
@@ -275,8 +288,7 @@ class Problem(Displayed, Document):
     @cached_property
     def has_free_order(self) -> bool:
         """True if microbatches that differ may run in any order, the same on all stages."""
-        entries = self.microbatch_factors or [MicrobatchFactors()]
-        return self.microbatch_order == "free" and any(entry != entries[0] for entry in entries)
+        return self.microbatch_order == "free" and len({entry.by_name for entry in self.microbatch_factors or ()}) > 1
 
     def units_in_order(self, kind: str, microbatch_order: Sequence[int] | None = None) -> Ints:
         """Units in the order in which a stage runs its ops of `kind`, for an order of microbatches (None: as given).
@@ -331,12 +343,11 @@ class Problem(Displayed, Document):
         slices = [
             (*(self._slice_factors[s][q] for s in range(len(self.stages))), gradients and q == n - 1) for q in range(n)
         ]
-        entries = self.microbatch_factors or [MicrobatchFactors()] * self.microbatches
+        entries = [entry.by_name for entry in self.microbatch_factors or [MicrobatchFactors()] * self.microbatches]
         numbers: dict[Any, int] = {}
         classes, firsts = np.empty(self.units, np.int64), []
         for unit in range(self.units):
-            entry = entries[unit // n]
-            key = (exact(entry.time), exact(entry.bytes), exact(entry.transfer), slices[unit % n])
+            key = (entries[unit // n], slices[unit % n])
             if key not in numbers:
                 numbers[key] = len(numbers)
                 firsts.append(unit)
@@ -347,9 +358,7 @@ class Problem(Displayed, Document):
         """The factors of a unit on a stage: those of its microbatch times those of its slice."""
         i, q = divmod(unit, self.slice_count)
         own = self.microbatch_factors[i] if self.microbatch_factors else MicrobatchFactors()
-        time, size, transfer = exact(own.time), exact(own.bytes), exact(own.transfer)
-        of_slice = self._slice_factors[stage][q]
-        return UnitFactors._make(map(mul, of_slice, (time, time, time, time, size, transfer)))
+        return UnitFactors._make(map(mul, self._slice_factors[stage][q], own.by_name))
 
     @cached_property
     def _slice_factors(self) -> Sequence[Sequence[UnitFactors]]:
@@ -419,6 +428,17 @@ class Problem(Displayed, Document):
         for s, stage in enumerate(self.stages):
             placed[stage.device].append(s)
         return placed
+
+    @cached_property
+    def microbatch_work_us(self) -> Sequence[float]:
+        """Total time of the compute ops of each microbatch on all stages, without recomputation."""
+        of_classes = [
+            sum(stage.duration_us("F") + stage.duration_us("BW") for stage in stages)
+            for stages in zip(*self.unit_stages, strict=True)
+        ]
+        of_units = np.array(of_classes, np.float64)[self.unit_class]
+        work_us: list[float] = of_units.reshape(self.microbatches, self.slice_count).sum(axis=1).tolist()
+        return work_us
 
     @cached_property
     def work_us(self) -> Sequence[int | float]:

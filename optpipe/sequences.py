@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log2, sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from optpipe.document import parse_json, read_bounded, utf8_text
 from optpipe.errors import InputError, Issue, shown
 from optpipe.fields import MAX_COUNT, MAX_FACTOR
-from optpipe.layers import Layer, LayerProfile
+from optpipe.layers import LayerProfile
 
 SliceBy = Literal["compute", "length"]
 """The quantity that slices of one sequence share equally: the time they take, or the tokens they have."""
@@ -92,21 +92,33 @@ def require_attention(profile: LayerProfile, field: str) -> int:
     return profile.sequence
 
 
-def model_times_us(profile: LayerProfile) -> tuple[float, float, float]:
-    """Time of F, B and W of the whole model for one microbatch: all of it, its fixed part, and that of attention."""
-    layers = profile.each_layer
-    total_us = sum(layer.forward_us + layer.backward_input_us + layer.backward_weight_us for layer in layers)
-    return total_us, sum(map(_fixed_us, layers)), sum(map(_attention_us, layers))
+class ModelTimes(NamedTuple):
+    """Time of ops of the whole model for one microbatch: all of it, its fixed part, and that of attention."""
+
+    total_us: float
+    fixed_us: float
+    attention_us: float
+
+    def factor(self, tokens: float, pairs: float) -> float:
+        """Time with other multiples of tokens, and of pairs of tokens that attend to one another; 1 of no time."""
+        linear_us = self.total_us - self.fixed_us - self.attention_us
+        time_us = self.fixed_us + linear_us * tokens + self.attention_us * pairs
+        return round(time_us / self.total_us if self.total_us else 1.0, DECIMALS)
 
 
-def _fixed_us(layer: Layer) -> float:
-    times = (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)
-    return sum(min(layer.fixed_us, time_us) for time_us in times)
+PASSES = ("forward", "backward_input", "backward_weight")
 
 
-def _attention_us(layer: Layer) -> float:
-    part = layer.attention
-    return part.forward_us + part.backward_input_us + part.backward_weight_us if part else 0.0
+def model_times_us(profile: LayerProfile, passes: Sequence[str] = PASSES) -> ModelTimes:
+    """Time of passes of the whole model, by default of F, B and W."""
+    total_us = fixed_us = attention_us = 0.0
+    for layer in profile.each_layer:
+        for field in (f"{name}_us" for name in passes):
+            time_us = getattr(layer, field)
+            total_us += time_us
+            fixed_us += min(layer.fixed_us, time_us)
+            attention_us += getattr(layer.attention, field) if layer.attention else 0.0
+    return ModelTimes(total_us, fixed_us, attention_us)
 
 
 Lengths = Sequence[Sequence[int]]
@@ -116,25 +128,26 @@ Lengths = Sequence[Sequence[int]]
 def microbatch_factors(profile: LayerProfile, lengths: Lengths) -> list[dict[str, float]]:
     """Factors of microbatches of these documents (`Problem.microbatch_factors`), relative to the profile's microbatch.
 
-    The time is that of the whole model: one factor holds for all stages and ops. Raises InputError for a microbatch
-    that is too large against the profile's.
+    A factor of times is that of the whole model, for all stages; F, B and W have their own where these differ. Raises
+    InputError for a microbatch that is too large against the profile's.
     """
     sequence = require_attention(profile, "lengths")
-    total_us, fixed_us, attention_us = model_times_us(profile)
+    whole, of_passes = model_times_us(profile), {name: model_times_us(profile, [name]) for name in PASSES}
     factors = []
     for i, documents in enumerate(lengths):
         tokens = sum(documents) / (profile.microbatch_size * sequence)
         pairs = sum(length**2 for length in documents) / (profile.microbatch_size * sequence**2)
-        time_us = fixed_us + (total_us - fixed_us - attention_us) * tokens + attention_us * pairs
-        size = round(tokens, DECIMALS)
-        time = round(time_us / total_us if total_us else 1.0, DECIMALS)
+        size, time = round(tokens, DECIMALS), whole.factor(tokens, pairs)
         if max(time, size) > MAX_FACTOR:
             detail = f"has {sum(documents):,} tokens, {max(time, size):,.0f} times the work of the profile's"
             limit = (
                 f"microbatch of {profile.microbatch_size * sequence:,}, but at most {MAX_FACTOR:,} times is possible"
             )
             raise InputError([Issue(("--lengths", i), "out_of_range", f"{detail} {limit}. Maybe a digit too many.")])
-        factors.append({"time": time, "bytes": size, "transfer": size})
+        own = {name: times.factor(tokens, pairs) for name, times in of_passes.items()}
+        own |= {"recompute": own["forward"]}
+        of_kinds = {name: factor for name, factor in own.items() if factor != time}
+        factors.append({"time": time, "bytes": size, "transfer": size} | of_kinds)
     return factors
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from optpipe.costs import FACTOR_OF_TIME
 from optpipe.errors import DeadlockError, OrderError
 from optpipe.kinds import (
     CODE,
@@ -31,6 +32,7 @@ from optpipe.kinds import (
     KINDS,
     PRECEDENCES,
     RECOMPUTATIONS,
+    ROWS,
     SEQUENCES,
     STREAM_OF_KIND,
     STREAMS,
@@ -41,6 +43,7 @@ from optpipe.memory import Curve, memory_curve
 from optpipe.mode_names import KEPT
 from optpipe.ops import Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
+from optpipe.stage import UnitFactors
 from optpipe.task_graph import lower
 
 Floats = NDArray[np.float64]
@@ -143,21 +146,24 @@ class UnitTimes:
         self.size = network.size
         """Number of ops."""
         self._objective = problem.objective
-        self._row = np.isin(network.ops.kind, codes(COPIES)).astype(np.int64)  # of the factors: times, bytes, transfers
-        self._unit, self._ns = network.ops.microbatch, network.duration * 1000
+        self._unit, self._parts_ns = network.ops.microbatch, _parts_us(network) * 1000
         rank = np.empty(network.size, np.int64)
         rank[sequence] = np.arange(network.size)
         edges = np.argsort(rank[target], kind="stable")
         self._source, self._target, self._delay_ns = source[edges], target[edges], delay[edges] * 1000
         self._device = network.device
 
+    def work_us(self, factors: Floats) -> Floats:
+        """Time that all ops would take for the factors of each unit, if every unit had them: an array over units."""
+        return np.asarray(self._parts_ns.sum(axis=1) @ factors / 1000)
+
     def value_us(self, factors: Floats) -> float:
         """Makespan, or for `device_span` the largest span at the earliest starts.
 
-        `factors`: rows of times, of bytes, and of transfers, each with an entry for every unit.
+        `factors`: a row for each field of `UnitFactors`, with an entry for every unit.
         """
         edges = self._source, self._target, self._delay_ns
-        start, end = _spans_in_order(self._ns, self._row, self._unit, factors, *edges)
+        start, end = _spans_in_order(self._parts_ns, self._unit, factors, *edges)
         if self._objective == "makespan":
             return float(end.max()) / 1000
         spans = [slice(*np.searchsorted(self._device, (d, d + 1)).tolist()) for d in np.unique(self._device)]
@@ -166,22 +172,36 @@ class UnitTimes:
 
 @njit(cache=True)
 def _spans_in_order(
-    duration: Floats, row: Ints, unit: Ints, factors: Floats, source: Ints, target: Ints, delay: Floats
+    parts: Floats, unit: Ints, factors: Floats, source: Ints, target: Ints, delay: Floats
 ) -> tuple[Floats, Floats]:
     """Earliest start and end of each node, from edges in a topological order of their targets.
 
-    A duration is multiplied by the factor in `row` of the node's unit, a delay by that in row 2 of its source's.
+    Row r of `parts` is multiplied by row r of the factors of each node's unit, a delay by the last of its source's.
     """
-    start, end = np.zeros(len(duration)), np.empty(len(duration))
-    for k in range(len(duration)):
-        end[k] = np.rint(duration[k] * factors[row[k], unit[k]])
+    rows, size = parts.shape
+    start, end = np.zeros(size), np.zeros(size)
+    for k in range(size):
+        for r in range(rows):
+            end[k] += parts[r, k] * factors[r, unit[k]]
+        end[k] = np.rint(end[k])
     for e in range(len(source)):
         before, after = source[e], target[e]
         ready = start[before] + end[before]
         if delay[e] > 0:
-            ready += np.rint(delay[e] * factors[2, unit[before]])
+            ready += np.rint(delay[e] * factors[rows - 1, unit[before]])
         start[after] = max(start[after], ready)
     return start, start + end
+
+
+def _parts_us(network: _Network) -> Floats:
+    """Parts of the durations of ops by the factor that each is multiplied with: an array (factors, ops)."""
+    parts = np.zeros((len(UnitFactors._fields), network.size))
+    for code, row in enumerate(ROWS):
+        ops = np.flatnonzero(network.ops.kind == code)
+        for name in row.times:
+            of_types = network.graph.times_us[name].ravel()
+            parts[UnitFactors._fields.index(FACTOR_OF_TIME[name]), ops] += of_types[network.types[ops] % of_types.size]
+    return parts
 
 
 _FIELD_OF_TIME = {
@@ -208,7 +228,8 @@ class _Network:
         self._nodes_by_kinds: dict[tuple[int, ...], Ints] = {}
         self.at = self._positions(stream % len(STREAMS))
         self._check_modes(orders.modes)
-        self.duration = self.graph.duration_us[self.graph.types(self.ops, orders.modes)]
+        self.types = self.graph.types(self.ops, orders.modes)
+        self.duration = self.graph.duration_us[self.types]
         self._check_duties(orders.modes)
         self._check_unit_order(orders.microbatch_order)
         self.edges = self._edges(orders)

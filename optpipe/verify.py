@@ -196,8 +196,7 @@ class _Verifier:
         for part_us, name in parts[kind]:
             if part_us is None:
                 return None
-            own = sort.bytes if name == "bytes" else sort.time
-            total_us += part_us * own * slice_factor(self.problem, s, name, sort.slice)
+            total_us += part_us * getattr(sort, name) * slice_factor(self.problem, s, name, sort.slice)
         return total_us
 
     @cached_property

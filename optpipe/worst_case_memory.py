@@ -82,7 +82,10 @@ def _levels(problem: Problem, ops: OpArray, modes: Ints | None) -> Ints:
 class UnitSort(NamedTuple):
     """Determinants of a unit's costs: the factors of its microbatch as written, and the number of its slice."""
 
-    time: float = 1
+    forward: float = 1
+    backward_input: float = 1
+    backward_weight: float = 1
+    recompute: float = 1
     bytes: float = 1
     transfer: float = 1
     slice: int = 0
@@ -97,8 +100,12 @@ def unit_sorts(problem: Problem) -> tuple[Ints, Sequence[UnitSort]]:
     numbers: dict[UnitSort, int] = {}
     unit_sort = []
     for unit in range(problem.units):
-        own = factors[unit // slices] if factors else UnitSort()
-        sort = UnitSort(own.time, own.bytes, own.transfer, unit % slices)
+        sort = UnitSort(slice=unit % slices)
+        if factors:
+            own = factors[unit // slices]
+            times = [own.forward, own.backward_input, own.backward_weight, own.recompute]
+            forward, backward, weight, again = (own.time if factor is None else factor for factor in times)
+            sort = UnitSort(forward, backward, weight, again, own.bytes, own.transfer, sort.slice)
         unit_sort.append(numbers.setdefault(sort, len(numbers)))
     return np.array(unit_sort), list(numbers)
 

@@ -20,11 +20,12 @@ from optpipe import assignment
 from optpipe.errors import MethodError
 from optpipe.ops import DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
 from optpipe.problem import MicrobatchFactors, Problem
+from optpipe.stage import UnitFactors
 
 
 def likely_orders(problem: Problem) -> Iterator[tuple[str, Sequence[int]]]:
     """Names of orders of the microbatches and the orders, without the given one and without repetitions."""
-    found = assignment.likely_orders([entry.time for entry in problem.microbatch_factors or []])
+    found = assignment.likely_orders(problem.microbatch_work_us)
     seen = {tuple(range(problem.microbatches))}
     for name, order in found.items():
         if tuple(order) not in seen:
@@ -98,7 +99,7 @@ def cycles(problem: Problem) -> list[Cycle]:
     In a free order those of equal costs are evenly spread over the cycle, or ascend.
     """
     entries = problem.microbatch_factors or [MicrobatchFactors()] * problem.microbatches
-    costs = [(entry.time, entry.bytes, entry.transfer) for entry in entries]
+    costs = [entry.by_name for entry in entries]
     count, most = len(costs), MOST_UNITS // problem.slice_count
     lengths = (c for c in range(1, min(most, max(1, count // 2)) + 1) if costs[c:] == costs[: count - c])
     orders = [Cycle(c, range(count)) for c in islice(lengths, 1)]
@@ -119,7 +120,7 @@ def cycles(problem: Problem) -> list[Cycle]:
     return orders
 
 
-def _repeated(costs: Sequence[tuple[float, ...]], cycle: Sequence[tuple[float, ...]]) -> list[int]:
+def _repeated(costs: Sequence[UnitFactors], cycle: Sequence[UnitFactors]) -> list[int]:
     """An order of microbatches in which a cycle of costs repeats, those of equal costs ascending."""
     left = {cost: iter([i for i, other in enumerate(costs) if other == cost]) for cost in set(cycle)}
     return [next(left[cycle[k % len(cycle)]]) for k in range(len(costs))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from optpipe.ops import Ints, Op, Orders
-from optpipe.problem import Problem
+from optpipe.problem import Floats, Problem
+from optpipe.stage import UnitFactors
 from solver.build import orders_from_times
 from tests import mode_oracle, unit_oracle
 from tests.recomputing import list_schedule, random_problem
@@ -37,6 +39,13 @@ def unequal(devices: int, microbatches: int, budget: int | None = None, **fields
     )
 
 
+def factor_rows(times: Sequence[float], sizes: Sequence[float] | None = None) -> Floats:
+    """Factors of microbatches as `Places` takes them: of all times, and of bytes (default: 1)."""
+    ones = [1.0] * len(times)
+    rows = {"bytes": sizes or ones, "transfer": ones}
+    return np.array([rows.get(name, times) for name in UnitFactors._fields], np.float64)
+
+
 def times(*factors: float) -> list[dict[str, float]]:
     """Factors of the times of microbatches."""
     return [{"time": factor} for factor in factors]
@@ -44,6 +53,13 @@ def times(*factors: float) -> list[dict[str, float]]:
 
 def random_factor(rng: Random) -> float:
     return rng.choice([1, 1, 2, 0.5, 1.5, 0.1, 3, round(rng.uniform(0.2, 3), 2)])
+
+
+def random_kinds(data: dict[str, Any], microbatch: int) -> dict[str, float]:
+    """Factors of times of one kind for every other microbatch; `data` is a problem without them."""
+    rng = Random(f"{data} {microbatch}")
+    names = ("forward", "backward_input", "backward_weight", "recompute") if rng.random() < 0.5 else ()
+    return {name: random_factor(rng) for name in names if rng.random() < 0.5}
 
 
 def random_slice_factors(rng: Random, count: int) -> dict[str, list[float]]:
@@ -57,7 +73,8 @@ def random_unequal(rng: Random) -> dict[str, Any]:
     if rng.random() < 0.6:
         names = ("time", "bytes", "transfer")
         data["microbatch_factors"] = [
-            {name: random_factor(rng) for name in names if rng.random() < 0.7} for _ in range(data["microbatches"])
+            {name: random_factor(rng) for name in names if rng.random() < 0.7} | random_kinds(data, i)
+            for i in range(data["microbatches"])
         ]
         data["microbatch_order"] = rng.choice(["given", "free"])
     if rng.random() < 0.7:
@@ -156,7 +173,9 @@ def random_pipeline(rng: Random) -> Problem:
     }
     if rng.random() < 0.7:
         names = ("time", "bytes", "transfer")
-        data["microbatch_factors"] = [{name: factor() for name in names} for _ in range(microbatches)]
+        data["microbatch_factors"] = [
+            {name: factor() for name in names} | random_kinds(data, i) for i in range(microbatches)
+        ]
         data["microbatch_order"] = rng.choice(["given", "given", "free"])
     if count > 1:
         names = ("forward", "backward_input", "backward_weight", "bytes", "transfer")

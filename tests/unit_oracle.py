@@ -28,7 +28,9 @@ def factor(problem: Data, s: int, unit: int, name: str) -> Decimal:
     """The factor of a unit on a stage: that of its microbatch times that of its slice."""
     i, q = divmod(unit, slices_of(problem))
     own = (problem.get("microbatch_factors") or [{}] * problem["microbatches"])[i]
-    of_microbatch = own.get(name if name in ("bytes", "transfer") else "time", 1)
+    of_microbatch = own.get(name)
+    if of_microbatch is None:
+        of_microbatch = own.get(name if name in ("bytes", "transfer") else "time", 1)
     given = problem["stages"][s].get("slice_factors")  # replaces those of the problem, as a whole
     if given is None:
         given = (problem.get("slices") or {}).get("factors", {})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from optpipe.errors import InputError, Issue
 from optpipe.problem import Floats
 from optpipe.runtime.messages import Tree, leaves
 from optpipe.sequences import load_lengths
+from optpipe.stage import UnitFactors
 from optpipe.train.config import ModelConfig
 
 OUTLIER = 6
@@ -99,29 +100,34 @@ class Sizes(NamedTuple):
         return self.elements**2 / self.rows if self.rows else 0.0
 
 
+TIMES = UnitFactors._fields[: UnitFactors._fields.index("bytes")]
+"""Kinds of times that a microbatch has a factor of."""
+
+
 @dataclass(frozen=True)
 class SizeCosts:
     """Costs of microbatches by their sizes.
 
-    Times are a constant, a part for each element and one for each of the squares (`Sizes`), in any unit. Bytes and
-    messages are in proportion to the elements.
+    `times`: for each of `TIMES` a constant, a part for each element and one for each of the squares (`Sizes`), in any
+    unit; one that is not given grows with the elements alone. Bytes and messages are in proportion to the elements.
     """
 
-    linear: float = 1.0
-    quadratic: float = 0.0
-    constant: float = 0.0
+    times: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def factors(self, sizes: Sequence[Sizes], reference: Sizes) -> Floats:
-        """Factors of times, of bytes, and of transfers where a microbatch of size `reference` has 1.
+        """Factors of microbatches of these sizes where one of size `reference` has 1.
 
-        Array of shape (3, microbatches).
+        A row for each field of `UnitFactors`, with an entry for every microbatch.
         """
         elements = np.array([size.elements for size in sizes]) / max(reference.elements, 1)
-        return np.array([self._times(sizes) / self._times([reference]), elements, elements])
+        costs = [self.times.get(name, (0.0, 1.0, 0.0)) for name in TIMES]
+        return np.array([*(_times(own, sizes) / _times(own, [reference]) for own in costs), elements, elements])
 
-    def _times(self, sizes: Sequence[Sizes]) -> Floats:
-        elements, squares = np.array([(size.elements, size.squares) for size in sizes], np.float64).T
-        return np.asarray(self.constant + self.linear * elements + self.quadratic * squares)
+
+def _times(parts: Sequence[float], sizes: Sequence[Sizes]) -> Floats:
+    constant, linear, quadratic = parts
+    elements, squares = np.array([(size.elements, size.squares) for size in sizes], np.float64).T
+    return np.asarray(constant + linear * elements + quadratic * squares)
 
 
 def fit_times(sizes: Sequence[Sizes], times_us: Sequence[float]) -> Floats:
@@ -142,7 +148,7 @@ def fit_times(sizes: Sequence[Sizes], times_us: Sequence[float]) -> Floats:
 
 def typical(factors: Floats, microbatches: int) -> Floats:
     """Factors of so many microbatches that stand for all of these, by the quantiles of their times."""
-    ranked = factors[:, np.argsort(factors[0], kind="stable")]
+    ranked = factors[:, np.argsort(factors[: len(TIMES)].sum(axis=0), kind="stable")]
     places = (np.arange(microbatches) + 0.5) * ranked.shape[1] / microbatches
     return np.asarray(ranked[:, places.astype(np.int64)])
 

@@ -171,8 +171,12 @@ def _projected_units(problem: Problem, kept: Sequence[int]) -> Problem:
     return problem.replaced(
         stages=stages,
         transfer_us=delays,
-        microbatch_factors=own and [entry.replaced(transfer=entry.time) for entry in own],
+        microbatch_factors=own and [entry.replaced(transfer=_forward_factor(entry)) for entry in own],
     )
+
+
+def _forward_factor(entry: MicrobatchFactors) -> float:
+    return entry.time if entry.forward is None else entry.forward
 
 
 def _base(delays: Sequence[Fraction], shape: Sequence[Fraction]) -> float:
@@ -182,13 +186,13 @@ def _base(delays: Sequence[Fraction], shape: Sequence[Fraction]) -> float:
 
 
 def _least_delays(problem: Problem, before: int, after: int, direction: str) -> Sequence[Fraction]:
-    """The delay between two stages of each slice, divided by its microbatch's factor of times: the least of any."""
+    """The delay between two stages of each slice, divided by its microbatch's factor of forwards: the least of any."""
     delays_us, between = problem.unit_delays_us[direction], range(before + 1, after)
     own = problem.microbatch_factors or [MicrobatchFactors()] * problem.microbatches
     least: list[Fraction | None] = [None] * problem.slice_count
     for unit in problem.class_units:
         i, q = divmod(unit, problem.slice_count)
-        time = exact(own[i].time)
+        time = exact(_forward_factor(own[i]))
         if time:
             sums = [exact(float(delays_us[s, unit])) for s in range(before, after)]
             sums += [exact(_passing_us(problem.stage_of(s, unit), direction)) for s in between]

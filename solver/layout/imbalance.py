@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optpipe.problem import MicrobatchFactors, Problem
+from optpipe.stage import UnitFactors
 from solver.limits import Limits
 from solver.microbatch_orders import in_order, likely_orders
 from solver.strategy import SharedIncumbent
@@ -48,7 +49,7 @@ def without_imbalance(problem: Problem, factors: Sequence[dict[str, float]] | No
     """The problem with equal microbatches: of these factors, by default of the same work and sizes in total."""
     own = problem.microbatch_factors
     assert own is not None, "only unequal microbatches have an imbalance"
-    names = MicrobatchFactors.model_fields
-    means = {name: sum(getattr(entry, name) for entry in own) / len(own) for name in names}
+    columns = zip(*(entry.by_name for entry in own), strict=True)
+    means = {name: float(sum(column)) / len(own) for name, column in zip(UnitFactors._fields, columns, strict=True)}
     equal = [MicrobatchFactors().replaced(**entry) for entry in factors or [means] * len(own)]
     return problem.replaced(microbatch_factors=equal, microbatch_order="given")

@@ -16,9 +16,10 @@ from optpipe.compile.memory import memory_steps
 from optpipe.problem import Floats, Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
+from optpipe.stage import UnitFactors
 from solver.build import build_schedule
 from solver.solve import solve
-from tests.unequal import times, unequal
+from tests.unequal import factor_rows, times, unequal
 from tests.unequal_schedules import with_factors
 
 OFFLOADING = {
@@ -28,13 +29,13 @@ OFFLOADING = {
 
 
 def drawn(rng: Random, microbatches: int) -> Floats:
-    """Factors of times, bytes and transfers, in quarters: exact in every arithmetic."""
-    return np.array([[rng.randint(1, 12) / 4 for _ in range(microbatches)] for _ in range(3)])
+    """Factors of each kind, in quarters: exact in every arithmetic."""
+    return np.array([[rng.randint(1, 12) / 4 for _ in range(microbatches)] for _ in UnitFactors._fields])
 
 
 def in_places(schedule: Schedule, factors: Floats, places: Sequence[int]) -> Schedule:
     """The schedule in which each place has the factors of the microbatch that runs there."""
-    entries = [dict(zip(("time", "bytes", "transfer"), column, strict=True)) for column in factors.T.tolist()]
+    entries = [dict(zip(UnitFactors._fields, column, strict=True)) for column in factors.T.tolist()]
     return with_factors(schedule, [entries[i] for i in places])
 
 
@@ -67,8 +68,7 @@ def test_eight_microbatches_under_1f1b_are_put_in_the_best_order() -> None:
     """[1, 2, 3, 4, 1, 2, 3, 4] takes 106 as given and 82 in the best order."""
     problem = unequal(4, 8, backward_weight_us=1)
     schedule = solve(problem, "1f1b")
-    costs = np.array([1, 2, 3, 4, 1, 2, 3, 4], np.float64)
-    factors, places = np.array([costs, np.ones(8), np.ones(8)]), Places(schedule.problem, schedule.orders)
+    factors, places = factor_rows([1, 2, 3, 4, 1, 2, 3, 4]), Places(schedule.problem, schedule.orders)
     assert places.value_us(factors, range(8)) == 106
     assert places.value_us(factors, places.assign(factors)) == 82
 
@@ -77,7 +77,7 @@ def test_a_schedule_in_an_order_of_its_own_keeps_it_for_the_sizes_that_it_was_ma
     """Its own factors come back: each microbatch is in its place, or in that of an equal one."""
     problem = unequal(3, 4, microbatch_factors=times(3, 1, 2, 1), microbatch_order="free")
     schedule = solve(problem, "1f1b")
-    factors = np.array([[3.0, 1, 2, 1], [1.0] * 4, [1.0] * 4])
+    factors = factor_rows([3, 1, 2, 1])
     places = Places(schedule.problem, schedule.orders)
     assert places.value_us(factors, range(4)) == schedule.value_us
     assert places.value_us(factors, places.assign(factors)) <= schedule.value_us
@@ -88,10 +88,10 @@ def test_sizes_in_the_proportions_of_the_planned_ones_keep_the_planned_order() -
     planned = [2, 5, 1, 4, 1, 3]
     entries = [{"time": time} for time in planned]
     given = with_factors(solve(unequal(3, 6), "1f1b"), entries)
-    costs = np.array([planned, [1] * 6, [1] * 6], np.float64)
+    costs = factor_rows(planned)
     best = min(permutations(range(6)), key=lambda order: Places(given.problem, given.orders).value_us(costs, order))
     schedule = with_factors(given, entries, list(best))
-    places, longer = Places(schedule.problem, schedule.orders), costs * [[2.0], [1.0], [1.0]]
+    places, longer = Places(schedule.problem, schedule.orders), factor_rows([2 * time for time in planned])
     assert places.value_us(longer, places.assign(longer, changes=0)) == 2 * schedule.value_us
     assert min(places.value_us(longer, order) for order in likely_orders(planned).values()) > 2 * schedule.value_us
 
@@ -101,13 +101,13 @@ def test_orders_beyond_the_budget_are_left_where_one_fits() -> None:
     problem = unequal(2, 4, budget=12, backward_weight_bytes=0)
     schedule = solve(problem, "1f1b")
     places = Places(problem, schedule.orders, memory_steps(compile_schedule(schedule), problem))
-    factors = np.array([[1.0] * 4, [2.0, 2, 1, 1], [1.0] * 4])  # large, but no longer than the others
+    factors = factor_rows([1] * 4, [2, 2, 1, 1])  # large, but no longer than the others
     assert places.excess_bytes(factors, range(4)) == 4
     found = places.assign(factors)
     assert places.excess_bytes(factors, found) == 0
     program = compile_schedule(in_places(schedule, factors, found))  # which checks the budget by itself
     assert program.microbatches == 4
-    none = np.array([[2.0] * 4, [2.0] * 4, [1.0] * 4])
+    none = factor_rows([2] * 4, [2] * 4)
     assert places.excess_bytes(none, places.assign(none)) == 4
 
 

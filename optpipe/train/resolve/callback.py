@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from optpipe.kinds import COPIES, HALVES, KINDS
+from optpipe.costs import FACTOR_OF_TIME
+from optpipe.kinds import COPIES, HALVES, KIND, KINDS
 from optpipe.ops import Op
 from optpipe.problem import Floats, Problem
 from optpipe.profile.measured import Gather, Measured
@@ -28,9 +29,10 @@ from optpipe.profile.ops import Spread, spread_of, timed_kind
 from optpipe.runtime.recorder import CudaRecorder, HostRecorder, Recorder, Timing
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
+from optpipe.stage import UnitFactors
 from optpipe.train.callback import Callback
 from optpipe.train.config import OnlineConfig
-from optpipe.train.lengths import SizeCosts, Sizes, fit_times, typical
+from optpipe.train.lengths import TIMES, SizeCosts, Sizes, fit_times, typical
 from optpipe.train.model import Model
 from optpipe.train.resolve.initial import InitialSchedule, arranged
 from optpipe.train.resolve.search import Search, Solver
@@ -119,6 +121,11 @@ def numbered(timings: Iterable[Timing]) -> Iterator[tuple[int, Timing]]:
         seen[timing.action.key] += 1
 
 
+def factor_rows(kind: str) -> list[int]:
+    """Rows among the factors of microbatches (`SizeCosts.factors`) of the parts of an op's duration."""
+    return [UnitFactors._fields.index(FACTOR_OF_TIME[name]) for name in KIND[kind].times]
+
+
 def size_costs(
     timings: Iterable[Timing],
     sizes: Sequence[Sequence[Sizes]],
@@ -127,22 +134,27 @@ def size_costs(
 ) -> SizeCosts | None:
     """Fit the times of compute ops to the `sizes` of the microbatches in each place, for each timed step.
 
-    Each kind of op of a stage is fitted by itself, and all parts are added up; None where nothing could be fitted.
-    Called by all processes together, with the same result.
+    Each kind of op of a stage is fitted by itself, and what is fitted is added up for each time that it consists of.
+    None where nothing could be fitted. Called by all processes together, with the same result.
     """
-    groups: dict[tuple[int, str], tuple[list[Sizes], list[float]]] = {}
+    groups: dict[tuple[int, str, str], tuple[list[Sizes], list[float]]] = {}
     for step, timing in numbered(timings):
         stage, place, kind = timing.action.stage, timing.action.microbatch, timing.action.kind
         if kind in KINDS and kind not in COPIES:
-            of_group = groups.setdefault((stage, timed_kind(kind, (modes or {}).get((stage, place)))), ([], []))
+            of_mode = timed_kind(kind, (modes or {}).get((stage, place)))
+            of_group = groups.setdefault((stage, kind, of_mode), ([], []))
             of_group[0].append(sizes[step][place])
             of_group[1].append((timing.end_ns - timing.start_ns) / 1000)
-    own = np.zeros(3)
-    for of_ops, times_us in groups.values():
+    own = np.zeros((len(TIMES), 3))
+    for (_, kind, _), (of_ops, times_us) in groups.items():
         if len(set(of_ops)) > 1:
-            own += fit_times(of_ops, times_us) * len(times_us)
-    constant, linear, quadratic = np.sum(gather(own.tolist()), axis=0).tolist()
-    return SizeCosts(linear, quadratic, constant) if linear + quadratic > 0 else None
+            own[factor_rows(kind)] += fit_times(of_ops, times_us) * len(times_us)
+    fitted = np.sum(gather(own.tolist()), axis=0)
+    total = fitted.sum(axis=0)
+    if not total[1:].any():
+        return None
+    rows = [row if row.any() else total for row in fitted]  # what no timed step had grows as all others do
+    return SizeCosts({name: row.tolist() for name, row in zip(TIMES, rows, strict=True)})
 
 
 OpTimes = Mapping[int, Mapping[str, Spread]]
@@ -167,7 +179,7 @@ def op_times(
         if action.kind in KINDS:
             kinds = samples.setdefault(str(action.stage), {})
             kind = timed_kind(action.kind, (modes or {}).get((action.stage, action.microbatch)))
-            factor = factors[step][int(action.kind in COPIES), action.microbatch] if factors else 1.0
+            factor = factors[step][factor_rows(action.kind), action.microbatch].mean() if factors else 1.0
             kinds.setdefault(kind, []).append((timing.end_ns - timing.start_ns) / 1000 / factor)
     own = {s: {kind: asdict(spread_of(us)) for kind, us in kinds.items()} for s, kinds in samples.items()}
     slowest: dict[int, dict[str, Spread]] = {}
@@ -220,10 +232,7 @@ def drift(before: Problem, after: Problem) -> float:
 
 def drift_of_factors(before: Problem, after: Problem) -> float:
     """Relative change of the times of typical microbatches: the sum of the changes, divided by the sum of before."""
-    times = [
-        np.sort([entry.time for entry in problem.microbatch_factors or []]).astype(np.float64)
-        for problem in (before, after)
-    ]
+    times = [np.sort(problem.microbatch_work_us) for problem in (before, after)]
     return float(np.abs(times[1] - times[0]).sum() / times[0].sum()) if times[0].any() else 0.0
 
 

@@ -23,6 +23,7 @@ from optpipe.profile.subject import Subject, build_chain, sampled
 from optpipe.runtime.stage import check_splits
 from optpipe.runtime.weight_gradients import compiled_part
 from optpipe.schedule import Schedule
+from optpipe.stage import UnitFactors
 from optpipe.train.config import OnlineConfig, TrainingConfig
 from optpipe.train.launch import Launch
 from optpipe.train.lengths import SizeCosts, Sizes, typical
@@ -67,7 +68,7 @@ class Setting:
         for stage in data["stages"]:  # of a compiled one: the heuristic would refuse it, and what is found is looked at
             stage.pop("split_backward", None)
         if self.factors is not None:
-            entries = [dict(zip(FACTORS, column, strict=True)) for column in self.factors.T.tolist()]
+            entries = [dict(zip(UnitFactors._fields, column, strict=True)) for column in self.factors.T.tolist()]
             data |= {"microbatch_factors": entries, "microbatch_order": "free"}
         if self.limits_bytes is not None:
             data["devices"] = [{"memory_bytes": limit} for limit in self.limits_bytes]
@@ -93,9 +94,6 @@ class Setting:
         return replace(self, reserved_bytes=[old + more for old, more in zip(before, bytes_, strict=True)])
 
 
-FACTORS = ("time", "bytes", "transfer")
-
-
 def arranged(problem: Problem, schedule: Schedule) -> Problem:
     """The problem with the factors of its microbatches in the places of a schedule in which they are best.
 
@@ -106,7 +104,7 @@ def arranged(problem: Problem, schedule: Schedule) -> Problem:
         in_order = schedule.microbatch_order is None
         return problem if in_order else problem.replaced(microbatch_order="free")
     program, orders = compile_schedule(schedule), schedule.orders_in(problem)
-    factors = np.array([[getattr(entry, name) for entry in own] for name in FACTORS], np.float64)
+    factors = np.array([entry.by_name for entry in own], np.float64).T
     order = Places(problem, orders, memory_steps(program, problem)).assign(factors)
     return problem.replaced(microbatch_factors=[own[i] for i in order])
 

@@ -47,6 +47,7 @@ from solver.solve import solve
 from tests.optpipe.train.resolve.measured import BEFORE, measured, spread
 from tests.optpipe.train.resolve.solvers import Scripted
 from tests.recomputing import recomputing
+from tests.unequal import factor_rows
 
 MODEL = ModelConfig("tiny", dtype="float64", microbatch_size=1, sequence=8)
 STEPS = 14
@@ -352,8 +353,10 @@ LENGTHS = [[Sizes(2 * length, 2) for length in lengths] for lengths in ((8, 3, 5
 def test_times_are_fitted_to_the_sizes_of_the_microbatches_in_each_place() -> None:
     costs = size_costs(_timings(LENGTHS), LENGTHS, lambda value: [value])
     assert costs is not None
-    parts = np.array([costs.linear, costs.quadratic, costs.constant])
-    assert parts / parts[0] * 3 == pytest.approx([3, 1, 150], rel=1e-6)
+    parts = {name: np.array(own) / sum(own) for name, own in costs.times.items()}
+    of_total = np.array([150, 3, 1]) / 154
+    expected = {"forward": [0, 1, 0], "backward_input": np.array([100, 0, 1]) / 101, "backward_weight": [1, 0, 0]}
+    assert parts == {name: pytest.approx(own, abs=1e-6) for name, own in (expected | {"recompute": of_total}).items()}
     assert size_costs(_timings([LENGTHS[0][:1]]), [LENGTHS[0][:1]], lambda value: [value]) is None
 
 
@@ -378,7 +381,7 @@ VARYING = replace(MODEL, lengths="varying", sequence=24)
 
 
 def test_choices_put_unequal_microbatches_where_they_are_best() -> None:
-    factors = np.array([[1.0, 4.0, 1.0, 4.0], [1.0] * 4, [1.0] * 4])
+    factors = factor_rows([1, 4, 1, 4])
     problem = replace(SETTING, factors=factors).problem(measured())
     schedule = solve(problem, "1f1b")
     choice = choose(problem, schedule, schedule, 0.0)
