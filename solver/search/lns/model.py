@@ -186,7 +186,7 @@ class WindowModel:
         inside = inside[np.argsort(start[inside], kind="stable")]
         after = np.flatnonzero(around.present & (self.frame.where == AFTER))
         # Behind all of the window, so that orders and waits derived from these times keep the order of what follows.
-        start[after] += max(0, int((start + length)[inside].max()) - self.window.end)
+        start[after] += int((start + length)[inside].max(initial=self.window.end)) - self.window.end
         problem, devices = self.problem, []
         planned: dict[Op, tuple[int, int]] = {}
         for d, device in enumerate(around.streams):
@@ -364,12 +364,12 @@ class Tasks:
         return self.frame.window.begin if absent else int(self.frame.heads[k])
 
     def latest_end(self, k: int) -> int:
-        """The latest end of an op of the window; of a copy whose length differs from those before it, a loose bound.
+        """The latest end of an op of the window; a loose bound of one that is absent, or whose length differs.
 
         Absent it takes no time, and one before it that does may end when it would have to begin.
         """
         absent = self.numbering.ops[k].kind in ("O", "R", "C") and (
-            self.problem.has_factors or self.problem.slice_count > 1
+            not self.around.present[k] or self.problem.has_factors or self.problem.slice_count > 1
         )
         return 2 * self.frame.last_end if absent else self.frame.latest_end(k)
 
