@@ -40,10 +40,11 @@ def implied_mode(stage: Stage, kind: str) -> Mode:
 def times_us(stage: Stage, mode: Mode) -> dict[TimeName, float]:
     """Times of a microbatch in a mode, of which durations of ops consist; NaN for what it does not do."""
     copy, again = mode.offload, mode.recompute_us if mode.recomputes else nan
+    trained = stage.backward == "full"
     return {
         "forward": stage.forward_us,
-        "backward_input": stage.backward_input_us,
-        "backward_weight": stage.backward_weight_us,
+        "backward_input": stage.backward_input_us if trained else nan,
+        "backward_weight": stage.backward_weight_us if trained else nan,
         "offload": copy.offload_us if copy else nan,
         "reload": copy.reload_us if copy else nan,
         "recompute": again,

@@ -160,6 +160,13 @@ class Problem(Displayed, Document):
                     f"stages[{s}].device is {stage.device} but there are {len(self.devices)} devices, counted from 0. "
                     "Maybe a device is missing from devices",
                 )
+        for s, stage in enumerate(self.stages[1:], 1):
+            if stage.backward == "none" and self.stages[s - 1].backward == "full":
+                raise reject(
+                    "trained_before",
+                    f"stages[{s}].backward is 'none' but stages[{s - 1}].backward is 'full': gradients reach a stage "
+                    "through all those behind it. Maybe only first stages are frozen",
+                )
         boundaries = len(self.stages) - 1
         if isinstance(self.transfer_us, list) and (entries := len(self.transfer_us)) != boundaries:
             likely = (

@@ -287,6 +287,8 @@ class _Network:
         absent = np.isnan(self.duration)
         if absent.any():
             op = self.ops[int(np.argmax(absent))]
+            if stages[op.stage].backward == "none":
+                raise OrderError(f"{op} is there, but stages[{op.stage}].backward is 'none'")
             mode = self._mode_name(op.stage, op.microbatch, options)
             field = next(_FIELD_OF_TIME[time] for time in KIND[op.kind].times if time in _FIELD_OF_TIME)
             maybe = ". Maybe the orders lack their modes" if modes is None and op.kind in RECOMPUTATIONS else ""
@@ -328,7 +330,7 @@ class _Network:
             units = self.problem.units_in_order(first, microbatch_order)
             kinds = [alike for duty, alike in SEQUENCES.items() if KIND[duty].ascends == KIND[first].ascends]
             nodes = [self._nodes_of(alike) for alike in kinds if not self._there.isdisjoint(alike)]
-            parts.append(np.concatenate(nodes)[:, units])
+            parts += [rows[:, units] for rows in nodes]
         rows = np.concatenate(parts)
         latest = np.maximum.accumulate(rows, axis=1)[:, :-1]  # of those before that are present
         wrong = (rows[:, 1:] >= 0) & (rows[:, 1:] < latest)

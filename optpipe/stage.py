@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -108,9 +108,10 @@ class Stage(Document):
 
     F takes `activation_bytes` at its start. The end of B frees `activation_bytes - backward_weight_bytes` (or takes
     memory, if that is negative), the end of W frees the rest. `modes` are other ways to hold the activation than to
-    keep it. `split_backward`: False if the backward is always one fused op. `slice_factors` replaces those of
-    `Problem.slices`. `slice_gradient_bytes`: gradients of one slice's keys and values, held from the start of the
-    backward of its microbatch's last slice to the end of its own.
+    keep it. `split_backward`: False if the backward is always one fused op. `backward`: ``none`` if nothing in this
+    stage and before it is trained: it has F alone, which frees its activation at its end. `slice_factors` replaces
+    those of `Problem.slices`. `slice_gradient_bytes`: gradients of one slice's keys and values, held from the start of
+    the backward of its microbatch's last slice to the end of its own.
     """
 
     device: Index
@@ -123,6 +124,7 @@ class Stage(Document):
     offload: Offload | None = None
     modes: Annotated[list[ActivationMode], at_most(MAX_MODES)] = []
     split_backward: bool = True
+    backward: Literal["full", "none"] = "full"
     slice_factors: SliceFactors | None = None
     slice_gradient_bytes: Bytes = 0
 
@@ -179,7 +181,12 @@ class Stage(Document):
 
     @cached_property
     def choices(self) -> tuple[Mode, ...]:
-        """The modes among which each microbatch may choose: `kept`, then `offload` if given, then those of `modes`."""
+        """The modes among which each microbatch may choose: `kept`, then `offload` if given, then those of `modes`.
+
+        Without a backward there is `kept` alone, of which nothing stays behind F.
+        """
+        if self.backward == "none":
+            return (Mode(KEPT, 0, 0, 0, self.activation_bytes, 0, None, None, False),)
 
         def choice(mode: ActivationMode) -> Mode:
             kept = self.activation_bytes if mode.kept_bytes is None else mode.kept_bytes
@@ -210,7 +217,12 @@ class Stage(Document):
         return {mode.name: n for n, mode in enumerate(self.choices)}
 
     def duration_us(self, kind: str) -> int | float:
-        """Duration of an op of `kind` (F, B, W, BW, O or R) on this stage, of a microbatch kept or offloaded whole."""
+        """Duration of an op of `kind` (F, B, W, BW, O or R) on this stage, of a microbatch kept or offloaded whole.
+
+        0 of a backward that the stage does not have.
+        """
+        if self.backward == "none" and kind != "F":
+            return 0
         if kind == "BW":
             return self.backward_input_us + self.backward_weight_us
         if kind in "OR":
@@ -269,6 +281,7 @@ class UnitStage(Stage):
             offload=copy(stage.offload),
             modes=[mode(entry) for entry in stage.modes],
             split_backward=stage.split_backward,
+            backward=stage.backward,
             gradients_taken_bytes=taken_bytes,
             gradients_freed_bytes=freed_bytes,
         )

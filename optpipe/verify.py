@@ -124,7 +124,7 @@ class _Verifier:
         if not any(stream.modes for stream in self.streams):
             return None
         modes = np.zeros((len(self.problem.stages), self.problem.units), np.int64)
-        whole = np.array([stage.offload is not None for stage in self.problem.stages])
+        whole = np.array([_leaves(stage, "offload") for stage in self.problem.stages])
         offloads = self.ops[np.flatnonzero(self.ops.kind == KINDS.index("O"))]
         modes[offloads.stage, offloads.microbatch] = whole[offloads.stage]
         for stream in self.streams:
@@ -138,7 +138,7 @@ class _Verifier:
         """Number of the mode of each op's microbatch; copies are of one offloaded whole where no F names a mode."""
         if self.modes is not None:
             return self.modes[self.ops.stage, self.ops.microbatch]
-        whole = np.array([stage.offload is not None for stage in self.problem.stages])
+        whole = np.array([_leaves(stage, "offload") for stage in self.problem.stages])
         copies = _among(self.ops.kind, "O", "R")
         return np.where(copies, whole[self.ops.stage], 0)
 
@@ -263,11 +263,13 @@ class _Verifier:
         np.bitwise_or.at(kinds_present, group, 1 << self.ops.kind)
         passes = kinds_present & _bits("F", "B", "W", "BW", "CB", "CBW")
         complete = [_bits("F", *backward) for backward in (("B", "W"), ("BW",), ("CB", "W"), ("CBW",))]
-        incomplete = ~np.isin(passes, complete)
-        for pair, kinds in zip(pairs[incomplete].tolist(), passes[incomplete].tolist(), strict=True):
+        frozen = np.array([stage.backward == "none" for stage in self.problem.stages])[pairs // microbatches]
+        incomplete = np.where(frozen, kinds_present != _bits("F"), ~np.isin(passes, complete))
+        for pair, kinds in zip(pairs[incomplete].tolist(), kinds_present[incomplete].tolist(), strict=True):
             found = ", ".join(sorted(kind for kind in KINDS if kinds & _bits(kind))) or "none"
-            where = f"{pair // microbatches}.{pair % microbatches}"
-            self._broken("presence", where, None, f"needs F, B, W or F, BW; {found} found.")
+            stage, unit = divmod(pair, microbatches)
+            needed = "F, B, W or F, BW" if self.problem.stages[stage].backward == "full" else "F alone"
+            self._broken("presence", f"{stage}.{unit}", None, f"needs {needed}; {found} found.")
         copies = kinds_present & _bits("O", "R")
         for pair in pairs[(copies != 0) & (copies != _bits("O", "R"))].tolist():
             where = f"{pair // microbatches}.{pair % microbatches}"
@@ -750,6 +752,8 @@ def _by_segments(stage: Stage, mode: str) -> bool:
 
 def _offload(stage: Stage, mode: str) -> Offload | None:
     """The part of an activation that leaves in this mode; None if nothing does."""
+    if stage.backward == "none":
+        return None
     return {"offload": stage.offload, **{entry.name: entry.offload for entry in stage.modes}}.get(mode)
 
 

@@ -159,6 +159,8 @@ def unit_sizes(problem: Problem, stage: int, sort: UnitSort) -> UnitSizes:
 
 def mode_names(stage: Stage) -> Sequence[str]:
     """Names of the ways to hold an activation of this stage, in the order in which they are numbered."""
+    if stage.backward == "none":
+        return ("kept",)
     return ("kept", *(("offload",) if stage.offload else ()), *(mode.name for mode in stage.modes))
 
 
@@ -174,6 +176,9 @@ def memory_changes(stage: Stage, kind: str, mode: str | None = None, unit: UnitS
         moved = size(offload.bytes) if offload else 0
         return (0, -moved) if kind == "O" else (moved, 0)
     whole, left = size(stage.activation_bytes), size(stage.backward_weight_bytes)
+    if stage.backward == "none":
+        taken = whole + size(stage.workspace_bytes.F)
+        return taken, -taken
     kept = whole if own is None or own.kept_bytes is None else size(own.kept_bytes)
     if kind == "C":
         work = size(own.workspace_bytes) if own else 0

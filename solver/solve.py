@@ -14,12 +14,13 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import snapped_bound
 from solver.by_stage import drop_needless
+from solver.frozen import orders_with_backwards, solution_without_backwards, with_backwards
 from solver.kernels import forget_stale, load_compiler
 from solver.limits import Limits, until_interrupted
 from solver.methods import method_named, published_orders, refuse_unsupported
 from solver.scale import value_step_us
 from solver.serial import impossible_budgets, known_budgets_bytes, with_statable_peaks
-from solver.solution import Feed, OnProgress, Solution
+from solver.solution import Feed, OnProgress, Progress, Solution
 from solver.strategy import SharedIncumbent, Subsolver, TimeSlice, auto_subsolvers, has_lists, run_subsolvers
 from solver.warm_starts import offer_orders, offer_published
 
@@ -74,6 +75,8 @@ def search(
     """
     chosen = method_named(method)
     forget_stale()
+    if with_backwards(problem) is not problem:
+        return _search_frozen(problem, method, limits, on_progress, starts, on_searching, feed)
     problem = with_statable_peaks(problem)
     if chosen.orders is not None:
         orders = published_orders(chosen, problem)
@@ -107,6 +110,32 @@ def search(
         bound_us = snapped_bound(value_us, best.bound_us, value_step_us(problem))
         best = replace(best, orders=orders, value_us=value_us, bound_us=bound_us)
     return best if chosen.search is None else replace(best, method=chosen.name)
+
+
+def _search_frozen(
+    problem: Problem,
+    method: str,
+    limits: Limits,
+    on_progress: OnProgress | None,
+    starts: Sequence[Orders],
+    on_searching: Callable[[], None],
+    feed: Feed | None,
+) -> Solution:
+    """`search` where stages have no backward: that of the problem in which theirs costs nothing."""
+    whole, own = with_backwards(problem), Feed()
+
+    def report(progress: Progress) -> None:
+        if on_progress:
+            on_progress(replace(progress, solution=solution_without_backwards(problem, progress.solution)))
+
+    def offer(solution: Solution) -> None:
+        orders = solution.orders and orders_with_backwards(problem, solution.orders)
+        own.offer(replace(solution, orders=orders))
+
+    begun = [orders_with_backwards(problem, orders) for orders in starts]
+    with (feed or Feed()).into(offer):
+        found = search(whole, method, limits, report, begun, on_searching, own)
+    return solution_without_backwards(problem, found)
 
 
 def _no_solution(problem: Problem, limits: Limits, proved: bool) -> InfeasibleError | NoSolutionError:

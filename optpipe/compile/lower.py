@@ -91,6 +91,7 @@ class _Graph:
     def entries(self) -> Iterator[Entry]:
         """Every node with its sort key."""
         last = len(self._placement) - 1
+        first = min((op.stage for op in self._plan.times if op.kind in BACKWARDS), default=0)
         for op, (start_us, end_us) in self._plan.times.items():
             kind, s, i = op
             if kind in COPIES:
@@ -99,7 +100,7 @@ class _Graph:
             yield end_us, _COMPUTE, kind, s, i
             if kind == "F" and s < last and self._rules.crosses(s):
                 yield end_us, _MESSAGE, "SEND_F", s, i
-            elif kind in BACKWARDS and s > 0 and self._rules.crosses(s - 1):
+            elif kind in BACKWARDS and s > first and self._rules.crosses(s - 1):
                 yield end_us, _MESSAGE, "SEND_B", s, i
 
     def needs(self, node: Key) -> Iterator[Key]:

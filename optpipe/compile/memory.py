@@ -232,7 +232,7 @@ def _levels(
             if kind == "F":
                 used, made = previous, following
             elif kind in BACKWARDS:
-                used, made = following, previous
+                used, made = following, previous if stage > program.first_trained else 0
             for change in (effect.at_start - used, effect.at_end + made):
                 level += change
                 yield action, level

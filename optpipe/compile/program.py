@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from optpipe.kinds import RECOMPUTATIONS, ROWS
+from optpipe.kinds import BACKWARDS, RECOMPUTATIONS, ROWS
 from optpipe.ops import Op
 
 SENDS = ("SEND_F", "SEND_B")
@@ -189,6 +189,11 @@ class Program:
     def kinds_of(self, stage: int) -> frozenset[str]:
         """Kinds of a stage's actions."""
         return frozenset(action.kind for action in self.actions() if action.stage == stage)
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first stage with a backward; 0 in a program of forwards alone."""
+        return min((action.stage for action in self.actions() if action.kind in BACKWARDS), default=0)
 
     def crosses(self, boundary: int) -> bool:
         """True if stages `boundary` and `boundary + 1` are on different devices."""

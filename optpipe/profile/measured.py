@@ -71,6 +71,7 @@ class StageFigures:
 
     A compiled stage has no B and W. `sizes` are the largest of `samples` microbatches, each figure by itself;
     `smallest` are the smallest, None if they are equal. `undeferred`: layers whose weight gradients stay in B.
+    `frozen`: nothing in this stage and before it is trained.
     """
 
     times: Mapping[str, Spread]
@@ -81,6 +82,7 @@ class StageFigures:
     undeferred: Sequence[Undeferred] = ()
     blocks: int = 0
     slicings: Sequence[Slicing] = ()
+    frozen: bool = False
 
     @property
     def splits(self) -> bool:
@@ -320,7 +322,10 @@ def measure(
         undeferred = measure_undeferred(s, stage, received, chain.target(s), gradient, clock)
         smallest = None if sizes[s].smallest == sizes[s].largest else sizes[s].smallest
         layers = tuple(undeferred)
-        own[s] = StageFigures(times[s], sizes[s].largest, held[s], smallest, sizes[s].samples, layers, blocks[s])
+        frozen = s < chain.first_trained
+        own[s] = StageFigures(
+            times[s], sizes[s].largest, held[s], smallest, sizes[s].samples, layers, blocks[s], frozen=frozen
+        )
     cut = [chain]
 
     def add_slicing(lengths: Sequence[int]) -> None:
@@ -442,6 +447,9 @@ def _memory_bytes(figures: StageFigures) -> dict[str, Any]:
 
 
 def _stage(figures: StageFigures, modes: Sequence[str]) -> dict[str, Any]:
+    if figures.frozen:
+        none = {"backward": "none", "backward_input_us": 0, "backward_weight_us": 0, "backward_weight_bytes": 0}
+        return passes_us(figures.times) | _memory_bytes(figures) | none
     offload = _copies(figures, ("O", "R"), figures.sizes.offload_bytes) if OFFLOAD in modes else None
     stage = passes_us(figures.times) | _memory_bytes(figures) | {"offload": offload}
     lossy = {name: kinds_of_mode(name)[1:] for name in modes if name in IN_LOW_PRECISION}

@@ -27,7 +27,7 @@ from optpipe.runtime.probe import Sample
 from optpipe.runtime.shapes import alike
 from optpipe.runtime.shared_parameters import with_own_modules
 from optpipe.runtime.slices import SlicedLoss, cut_sequences
-from optpipe.runtime.stage import Stage, evaluating
+from optpipe.runtime.stage import Stage, evaluating, first_trained
 from optpipe.runtime.weight_gradients import accumulate_in_float32, compiler_failure
 
 RETURNS = "(stages, inputs, targets, loss)"
@@ -296,7 +296,7 @@ class Chain:
 
     `batch`: the microbatches with their targets. `samples[s]`: the inputs of stage s with the targets, for the first
     stage those of the batch, for the others the outputs of the preceding stages, kept on the CPU. `loss`,
-    `gradient_scale` and `autocast` are those of the stages.
+    `gradient_scale` and `autocast` are those of the stages. Stages before `first_trained` need no backward.
     """
 
     stages: Mapping[int, Stage]
@@ -307,6 +307,7 @@ class Chain:
     loss: Loss
     gradient_scale: float
     autocast: torch.dtype | None
+    first_trained: int = 0
 
     @property
     def inputs(self) -> Tree:
@@ -349,7 +350,7 @@ class Chain:
         shares = [length / sum(lengths) for length in lengths]
         loss = self.loss if counted else SlicedLoss(self.loss)
         modules = {s: stage.module for s, stage in self.stages.items()}
-        stages = _build_stages(modules, self.count, loss, self.gradient_scale, self.autocast, count)
+        stages = _build_stages(modules, self.count, loss, self.gradient_scale, self.autocast, count, self.first_trained)
         for stage in stages.values():
             stage.sequences.length = sum(lengths)
 
@@ -425,8 +426,9 @@ def build_chain(
     # Again to the device: moving a stage of another process to the CPU also moved tensors shared with it.
     own = {s: module.to(device) for s, module in enumerate(modules) if s in mine}
     scale = 1 / microbatches
-    stages = _build_stages(own, len(modules), subject.loss, scale, autocast)
-    return Chain(stages, len(modules), batch, samples, messages[:-1], subject.loss, scale, autocast)
+    first = first_trained(modules)
+    stages = _build_stages(own, len(modules), subject.loss, scale, autocast, first_trained=first)
+    return Chain(stages, len(modules), batch, samples, messages[:-1], subject.loss, scale, autocast, first)
 
 
 def _build_stages(
@@ -436,6 +438,7 @@ def _build_stages(
     gradient_scale: float,
     autocast: torch.dtype | None,
     slices: int = 1,
+    first_trained: int = 0,
 ) -> dict[int, Stage]:
     stages = {
         s: Stage(
@@ -451,7 +454,7 @@ def _build_stages(
     }
     for s, stage in stages.items():
         accumulate_in_float32(stage.module)
-        stage.join(s, ())
+        stage.join(s, (), first_trained)
     return stages
 
 

@@ -184,6 +184,8 @@ class ActionBinder:
             forward = stage.forward_of(program.modes.get((s, i)) if (s, i) in program.recomputed else None)
         except TrainingError as error:
             raise TrainingError(f"stages[{s}] {error}") from None
+        if s < program.first_trained:
+            forward = stage.forward_alone
         evaluate, evaluates = stage.evaluate, self._parts.evaluates
         used, made = self._used(action), self._slot("F", s, i)
         offloads, fused = (s, i) in program.offloaded, (s, i) in self._fused

@@ -67,7 +67,7 @@ class Pipeline:
         specs = None if isinstance(messages, MessageShapes | SliceMessages) else messages
         reducers = sync.reducers if sync else {}
         for number, stage in stages.items():
-            stage.join(number, program.kinds_of(number))
+            stage.join(number, program.kinds_of(number), program.first_trained)
         self._parts = {
             device: _parts(program, device, stages, transport, specs, reducers, offload_bytes or {}, streams)
             for device in devices

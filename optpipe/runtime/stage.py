@@ -79,6 +79,12 @@ class _Input:
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
+def first_trained(modules: Sequence[nn.Module]) -> int:
+    """The first stage with a parameter to train: those before it need no backward; 0 where there is none."""
+    trained = (s for s, module in enumerate(modules) if any(p.requires_grad for p in module.parameters()))
+    return next(trained, 0)
+
+
 class Stage:
     """A part of the model that runs on one device.
 
@@ -139,6 +145,7 @@ class Stage:
         self._weights = Weights(module)
         self._device = self.device
         self._anchor = torch.zeros((), requires_grad=True)
+        self._enters = not first
 
     @property
     def device(self) -> torch.device:
@@ -156,14 +163,22 @@ class Stage:
         """True if B and W can run separately."""
         return self._compiled is None
 
-    def join(self, number: int, kinds: Collection[str]) -> None:
+    def join(self, number: int, kinds: Collection[str], first_trained: int = 0) -> None:
         """Become stage `number` of a program whose ops on it are of these kinds.
 
-        Raises TrainingError if there are B and W among them but the module is compiled, or if it is to run slices but
-        does not take them.
+        Stages before `first_trained` have no backward, and that one makes no gradient of its input. Raises
+        TrainingError if there are B and W among them but the module is compiled, if it is to run slices but does not
+        take them, or if it has parameters to train but no backward.
         """
         if self.random:
             self.random.stage = number
+        self._enters = number > first_trained
+        trained = next((name for name, p in self.module.named_parameters() if p.requires_grad), None)
+        if number < first_trained and trained is not None:
+            raise TrainingError(
+                f"stages[{number}].backward is 'none' but {trained} is to be trained. Maybe profile the model anew, or "
+                "freeze it: parameter.requires_grad_(False)."
+            )
         check_splits(number, self.module, kinds)
         check_slices(number, self.module, self.sequences.count)
 
@@ -200,6 +215,15 @@ class Stage:
         saving = activations.hooks if activations else self.sequences.saving
         self._graphs[microbatch], output = self._run(microbatch, received, target, fused, saving)
         self._graphs[microbatch].activations = activations
+        return output
+
+    def forward_alone(
+        self, microbatch: int, received: Tree, target: Tree | None, offloads: bool = False, fused: bool = False
+    ) -> Tree:
+        """F of a microbatch without a backward: as `forward`, and leaves nothing behind."""
+        output = self.forward(microbatch, received, target, offloads, fused)
+        del self._graphs[microbatch]
+        self.sequences.evaluated(microbatch)
         return output
 
     def forward_of(self, mode: str | None) -> Callable[..., Tree]:
@@ -357,7 +381,7 @@ class Stage:
             entry = None
             loss_graph, loss_kind = loss or (None, None)
             with saving(), self._weight_gradients.forward(splitting):
-                if not self._first:
+                if self._enters:
                     received, entry = enter(self._anchor, received)
                 output = self._output(microbatch, received)
             if look is not None:
@@ -422,7 +446,7 @@ class Stage:
             saving,
             self._weight_gradients.forward(Splitting.NONE),
         ):
-            if not self._first:
+            if self._enters:
                 received, _ = enter(self._anchor, received)
             output = self._output(microbatch, received)
             if self._loss is not None:
