@@ -50,6 +50,7 @@ def torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> str:
     """
     issues = [
         *_slices(schedule),
+        *_without_backward(schedule),
         *_recomputations(schedule),
         *_empty_devices(schedule),
         *([] if drop_offload else _offloads(schedule)),
@@ -62,6 +63,15 @@ def torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> str:
     orders = replace(Orders.of_compute(compute), microbatch_order=schedule.orders.microbatch_order)
     simulate(schedule.problem, orders)  # raises if the orders cannot run
     return "".join(",".join(f"{op.stage}{KIND[op.kind].torch}{op.microbatch}" for op in ops) + "\n" for ops in compute)
+
+
+def _without_backward(schedule: Schedule) -> Iterator[Issue]:
+    for s, stage in enumerate(schedule.problem.stages):
+        if stage.backward == "none":
+            detail = "is 'none', but torch's runtime sends every stage the gradient of its output"
+            fix = "Maybe train with optpipe train or PlannedSchedule, or solve with a backward of 0 us there"
+            yield Issue(("problem", "stages", s, "backward"), "no_backward", f"{detail}. {fix}.")
+            return
 
 
 def _slices(schedule: Schedule) -> Iterator[Issue]:

@@ -21,7 +21,7 @@ import { unitStage } from "./slices.js";
  */
 export function deviceEffect(stage, kind, mode) {
   const activation = stage.activation_bytes;
-  const kept = mode?.kept_bytes ?? activation;
+  const kept = stage.backward === "none" ? 0 : (mode?.kept_bytes ?? activation);
   /** @type {Record<string, number>} */
   const sizes = {
     kept,

@@ -21,6 +21,7 @@
  * @property {number} backward_input_us
  * @property {number} backward_weight_us
  * @property {number} activation_bytes
+ * @property {"full" | "none"} [backward]
  * @property {number} backward_weight_bytes
  * @property {Record<Kind, number> | null} [workspace_bytes]
  * @property {Offload | null} [offload]
@@ -43,7 +44,7 @@
  * @property {{memory_bytes?: number | null, name?: string}[]} devices
  * @property {Stage[]} stages
  * @property {string} [source]
- * @property {{time?: number, bytes?: number, transfer?: number}[] | null} [microbatch_factors]
+ * @property {Record<string, number | null>[] | null} [microbatch_factors]
  * @property {"given" | "free"} [microbatch_order]
  * @property {{count: number, factors?: SliceFactors} | null} [slices]
  *
