@@ -8,7 +8,7 @@ stream of the stage's device) and what they do to memory; precedences with delay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.costs import sizes_bytes, times_us
-from optpipe.kinds import CODE, COPIES, DOERS, KINDS, ROWS, SizeName, TimeName, codes
+from optpipe.kinds import CODE, COPIES, DOERS, HALVES, KIND, KINDS, PASSAGE, ROWS, SizeName, TimeName, codes
 from optpipe.mode_names import OFFLOAD
 from optpipe.ops import OpArray
 from optpipe.problem import Problem
@@ -33,14 +33,15 @@ class TaskGraph:
     """Tasks of a problem by type: kind of op, stage, activation option of the unit there, and class of the unit.
 
     Options are numbered as a stage's `choices`, of which it has `options`; `whole_option` is that of a unit that is
-    offloaded whole, 0 where there is none. `unit_class`: of each unit. `stages` and their modes, of shape (stages,
-    options, classes), have the costs that ops are made of. `delays_us`: transfers of each unit by direction, of shape
-    (boundaries, units).
+    offloaded whole, 0 where there is none. `splits`: stages whose backward may be two ops. `unit_class`: of each unit.
+    `stages` and their modes, of shape (stages, options, classes), have the costs that ops are made of. `delays_us`:
+    transfers of each unit by direction, of shape (boundaries, units).
     """
 
     device: Ints
     options: Ints
     whole_option: Ints
+    splits: Bools
     unit_class: Ints
     stages: Sequence[Sequence[Sequence[tuple[Stage, Mode]]]]
     delays_us: Mapping[str, Floats]
@@ -96,9 +97,36 @@ class TaskGraph:
         """Duration of an op of each type; NaN where the option has no such op."""
         return _frozen(np.array([row.duration(self.times_us) for row in ROWS]).ravel())
 
+    def type_of(self, kind: str, stage: int, option: int, unit: int) -> int:
+        """Type of the op of a unit in an option."""
+        _, stages, options, classes = self.shape
+        return ((CODE[kind] * stages + stage) * options + option) * classes + int(self.unit_class[unit])
+
     def has(self, kind: str, stage: int, option: int) -> bool:
-        """True if a unit in an option has an op of a kind there."""
+        """True if a unit in an option may have an op of a kind there."""
+        if kind in HALVES and not self.splits[stage]:
+            return False
         return not np.isnan(self.duration_us.reshape(self.shape)[CODE[kind], stage, option, 0])
+
+    def chains(self, stage: int, option: int) -> Sequence[tuple[str, ...]]:
+        """All sets of kinds with which a unit in an option can do each of its duties there once, in their order."""
+        kinds = [kind for kind in KINDS if self.has(kind, stage, option)]
+
+        def covers(left: Sequence[str]) -> Iterator[tuple[str, ...]]:
+            if not left:
+                yield ()
+            for kind in kinds:
+                own = KIND[kind].duties
+                if left and left[0] in own and {*own} <= {*left}:
+                    yield from ((kind, *others) for others in covers([duty for duty in left if duty not in own]))
+
+        found = covers([duty for duty in PASSAGE if self.duties[duty][stage, option]])
+        return [tuple(sorted(chain, key=lambda kind: PASSAGE.index(KIND[kind].duties[0]))) for chain in found]
+
+    @cached_property
+    def is_trained(self) -> bool:
+        """True if every unit does F, B and W on every stage: what bounds and cuts in closed form are proved for."""
+        return all(bool(self.duties[duty].all()) for duty in ("F", "B", "W"))
 
     @cached_property
     def duties(self) -> Mapping[str, Bools]:
@@ -143,6 +171,7 @@ def _lowered(problem: Problem) -> TaskGraph:
         device=np.array([stage.device for stage in stages]),
         options=options,
         whole_option=np.array([stage.choice_numbers.get(OFFLOAD, 0) for stage in stages]),
+        splits=np.array([stage.split_backward for stage in stages]),
         unit_class=problem.unit_class,
         stages=[  # those of options that a stage does not have are never read
             [[(own, own.choices[min(n, len(own.choices) - 1)]) for own in classes] for n in range(options.max())]
