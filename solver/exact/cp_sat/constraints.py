@@ -8,19 +8,18 @@ Nuijten, *Constraint-Based Scheduling*, 2001): unlike the mixed-integer program 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise, product
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
 from ortools.sat.python import cp_model
 
-from optpipe.stage import Stage, UnitStage
+from optpipe.kinds import CODE, KIND, SizeName, kind_of
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import OpTimes, from_stage, op_times
 from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
 from solver.exact.rules import least_work_around, like_pairs
-from solver.variants import Variant
 
 
 class Held(NamedTuple):
@@ -33,8 +32,15 @@ class Held(NamedTuple):
     least: int = 0
 
 
-_Span = tuple[str, str, Literal["split", "fused"] | None]
-"""The first three fields of a `_Piece`."""
+class _Span(NamedTuple):
+    """Two moments of a unit on a stage: a kind of task, with ``<`` for its start or ``>`` for its end.
+
+    `backward`: "split" or "fused" where only such a backward holds bytes from the one to the other.
+    """
+
+    first: str
+    last: str
+    backward: Literal["split", "fused"] | None
 
 
 def held(variables: Variables, s: int, i: int, *, ends_at_backward: bool = False) -> Iterator[Held]:
@@ -47,16 +53,16 @@ def held(variables: Variables, s: int, i: int, *, ends_at_backward: bool = False
     backwards = {None: None, "split": None if fused is None else ~fused, "fused": fused}
     sizes: list[dict[_Span, int]] = [defaultdict(int) for _ in ways]
     for own, way in zip(sizes, ways, strict=True):
-        for first, last, backward, size in _pieces(variables.problem.stage_of(s, i), way.variant):
-            keys: list[_Span] = [(first, last, backward)]
-            if ends_at_backward and last == "W>" and backward is None and first in ("F<", "R<", "C<"):
-                keys = [(first, "B>", None), ("B>", "W>", None)]
+        for span, size in _pieces(variables, s, i, way):
+            keys = [span]
+            if ends_at_backward and span.last == "W>" and not span.backward and span.first in ("F<", "R<", "C<"):
+                keys = [span._replace(last="B>"), span._replace(first="B>")]
             for key in keys:
-                own[key] += max(size, 0)
+                own[key] += size
     common = {
         key: min(own[key] for own in sizes)
         for key in sizes[0]
-        if all(key in own for own in sizes) and {key[0][:-1], key[1][:-1]} <= {*"FBW"}
+        if all(key in own for own in sizes) and {key.first[:-1], key.last[:-1]} <= {*variables.passes[s]}
     }
     for way, own in [(ways[0], common)] + [
         (way, {key: size - common.get(key, 0) for key, size in own.items()})
@@ -76,8 +82,8 @@ def _gradients_held(variables: Variables, s: int, i: int) -> Iterator[Held]:
 
     A recomputation inside that backward counts to it. A fused backward frees them at the end of W.
     """
-    stage, count = variables.problem.stage_of(s, i), variables.problem.slice_count
-    size = stage.gradients_freed_bytes if isinstance(stage, UnitStage) else 0
+    count = variables.problem.slice_count
+    size = _size(variables, "gradients_freed", s, i)
     if not size:
         return
     last = i - i % count + count - 1
@@ -97,69 +103,75 @@ def _gradients_held(variables: Variables, s: int, i: int) -> Iterator[Held]:
             yield Held(size, hold_start(begin), hold_end(variables.task(kind, s, i)), presence, least)
 
 
-class _Piece(NamedTuple):
-    """Bytes held from one moment to another: a kind of op, with ``<`` for its start or ``>`` for its end.
+def _size(variables: Variables, name: SizeName, s: int, i: int, option: int = 0) -> int:
+    graph = variables.graph
+    return int(graph.sizes_bytes[name][s, option, graph.unit_class[i]])
 
-    `backward`: "split" or "fused" where only such a backward holds them.
+
+def _pieces(variables: Variables, s: int, i: int, way: Way) -> Iterator[tuple[_Span, int]]:
+    """Spans for which a unit holds bytes on a stage, by what its ops take and free; without gradients of slices.
+
+    What an op frees was taken last. If it holds more at its end than before, the difference counts from its start: no
+    wait could keep it from ending before another op has freed memory. A fused backward holds everything until its end,
+    beside what it takes itself: the model keeps B and W as two tasks.
     """
+    inside = ("C",) if "CB" in way.tasks else ()
+    forward, *backward = variables.passes[s]
+    kinds = [forward, *(kind for kind in way.tasks if kind != "CB"), *backward]
+    tasks = ["CB" if kind == "B" and inside else kind for kind in kinds]
+    stack: list[tuple[str, int]] = []
+    found: dict[_Span, int] = {}
+    for task, kind in zip(tasks, kinds, strict=True):
+        taken, left = _changes(variables, "CB" if task == "CB" else kind, s, i, way.option)
+        stack.append((task, taken + max(left, 0)))
+        freed = max(-left, 0)
+        while freed:
+            first, size = stack.pop()
+            released = min(size, freed)
+            freed -= released
+            if size > released:
+                stack.append((first, size - released))
+            if released:
+                found[_Span(f"{first}<", f"{kind}>", "split" if first in ("CB", "B", "W") else None)] = released
+    yield from sorted(found.items(), key=lambda piece: _place(piece[0], tasks))
+    if backward:
+        until_backward = sum(size for span, size in found.items() if span.last == "B>" and not span.backward)
+        yield _Span("W<", "W>", "fused"), until_backward
+        taken, _ = _changes(variables, kind_of("B", "W", *inside), s, i, way.option)
+        yield _Span("CB<" if inside else "B<", "W>", "fused"), taken
 
-    first: str
-    last: str
-    backward: Literal["split", "fused"] | None
-    size: int
+
+def _changes(variables: Variables, kind: str, s: int, i: int, option: int) -> tuple[int, int]:
+    """Changes of device memory at the start and at the end of an op, without gradients of slices."""
+    graph = variables.graph
+    taken, left = graph.device_bytes[graph.type_of(kind, s, option, i)].tolist()
+    if "B" not in KIND[kind].duties:
+        return taken, left
+    return taken - _size(variables, "gradients_taken", s, i), left + _size(variables, "gradients_freed", s, i)
 
 
-def _pieces(stage: Stage, variant: Variant) -> Iterator[_Piece]:
-    """Pieces that a microbatch in a variant holds on a stage, by the table of the contract.
-
-    B's end leaves `backward_weight_bytes` until W's end: those that are there before it as long as there are any. If B
-    holds more after its end than before, the difference counts from B's start: no wait could keep B from ending before
-    another op has freed memory. A fused backward frees all at its end, and has a workspace of its own.
-    """
-    mode, work, moved = variant.mode, stage.workspace_bytes, variant.moved_bytes
-    until_weight = min(stage.backward_weight_bytes, mode.kept_bytes)
-    until_backward = mode.kept_bytes - until_weight
-    moved_early = min(moved, until_backward)
-    yield _Piece("F<", "F>", None, work.F + mode.forward_workspace_bytes)
-    yield _Piece("F<", "B>", None, until_backward - moved_early)
-    yield _Piece("F<", "W>", None, until_weight - (moved - moved_early))
-    if moved:
-        yield _Piece("F<", "O>", None, moved)
-        yield _Piece("R<", "B>", None, moved_early)
-        yield _Piece("R<", "W>", None, moved - moved_early)
-    grown = stage.backward_weight_bytes - until_weight
-    if variant.ahead:
-        made_for_weight = min(grown, mode.recomputed_bytes)
-        grown -= made_for_weight
-        until_backward += mode.recomputed_bytes - made_for_weight
-        yield _Piece("C<", "C>", None, mode.workspace_bytes)
-        yield _Piece("C<", "B>", None, mode.recomputed_bytes - made_for_weight)
-        yield _Piece("C<", "W>", None, made_for_weight)
-    begin, segment = ("CB<", variant.backward_bytes - mode.kept_bytes) if variant.inside else ("B<", 0)
-    yield _Piece(begin, "W>", "split", grown)
-    yield _Piece(begin, "B>", "split", max(work.B + segment - grown, 0))  # `grown` counts from the start
-    yield _Piece("W<", "W>", "split", work.W)
-    # The model keeps B and W as two tasks; fused, what B would free stays until W ends.
-    yield _Piece("W<", "W>", "fused", until_backward)
-    yield _Piece(begin, "W>", "fused", work.BW + segment)
+def _place(span: _Span, places: Sequence[str]) -> tuple[int, bool, int]:
+    """Place of a span among those of a unit: by its first op, those within one op before others."""
+    first, last = span.first[:-1], span.last[:-1]
+    return places.index(first), first != last, CODE[last]
 
 
 def _moment(variables: Variables, s: int, i: int, way: Way, name: str) -> Moment:
     kind = name[:-1]
-    task = variables.task(kind, s, i) if kind in "FBW" else way.tasks[kind]
+    task = way.tasks[kind] if kind in way.tasks else variables.task(kind, s, i)
     return Moment(task, is_end=name.endswith(">"))
 
 
 def _least_ticks(variables: Variables, s: int, i: int, way: Way, first: str, last: str) -> int:
-    """The least time from one moment of a microbatch (`_Piece`) to another.
+    """The least time from one moment of a microbatch (`_Span`) to another.
 
     No activation lives for less than the round trip through the stages behind and its backward: with this least length
     the cumulative constraint can reason about energy (bytes times ticks) before any start is fixed.
     """
-    ticks = {kind: variables.length(kind, s, i) for kind in "FBW"}
+    ticks = {kind: variables.length(kind, s, i) for kind in variables.passes[s]}
     ticks |= {kind: task.ticks for kind, task in way.tasks.items()}
     begin, end = first[:-1], last[:-1]
-    if begin == "F" and end in "BW":
+    if begin == "F" and end in ("B", "W"):
         return variables.round_trips[s][i] + sum(ticks[kind] for kind in "BW"[: "BW".index(end) + 1])
     chain = [str(kind) for kind in ("F", "O", "R", "C", "CB", "B", "W") if kind in ticks]
     return sum(ticks[kind] for kind in chain[chain.index(begin) + first.endswith(">") : chain.index(end) + 1])
@@ -198,19 +210,17 @@ class Constraints:
 
     def dataflow(self) -> None:
         """F and B wait for the neighbouring stage and its transfer, B for F, W for B (Zero Bubble, appendix G)."""
-        ticks = self.variables.grid.ticks
-        delays_us = self.problem.unit_delays_us
-        forward_us, backward_us = (delays_us[way].tolist() for way in ("forward", "backward"))
-        last = len(self.problem.stages) - 1
-        for s in range(last + 1):
+        ticks, last = self.variables.grid.ticks, len(self.problem.stages) - 1
+        forward_us, backward_us = (self.variables.graph.delays_us[way].tolist() for way in ("forward", "backward"))
+        for s, passes in enumerate(self.variables.passes):
             for i in range(self.problem.units):
-                forward, backward, weight = (self.task(kind, s, i) for kind in "FBW")
-                self._after(backward, forward)
-                self._after(weight, backward)
+                for before, after in pairwise(self.task(kind, s, i) for kind in passes):
+                    self._after(after, before)
                 if s < last:
-                    self._after(self.task("F", s + 1, i), forward, ticks(forward_us[s][i]))
-                    gradient = self.task("B", s + 1, i).end + ticks(backward_us[s][i])
-                    self.model.add(self._backward_start(s, i) >= gradient)
+                    self._after(self.task("F", s + 1, i), self.task("F", s, i), ticks(forward_us[s][i]))
+                    if "B" in passes:
+                        gradient = self.task("B", s + 1, i).end + ticks(backward_us[s][i])
+                        self.model.add(self._backward_start(s, i) >= gradient)
 
     def _after(self, task: IntervalTask, before: IntervalTask, delay: int = 0) -> None:
         self.model.add(task.start >= before.end + delay)
@@ -222,12 +232,12 @@ class Constraints:
 
     def microbatch_order(self) -> None:
         """Units keep their order within one op type of one stage (absent transfers take no time in it)."""
-        for s in range(len(self.problem.stages)):
-            for kind in "FBWOR":
+        for s, passes in enumerate(self.variables.passes):
+            for kind in (*passes, "O", "R"):
                 for before, i, literals in self.consecutive(kind):
-                    if kind in "FB" or (kind == "W" and (s, i) not in self.variables.fused):
+                    if kind in ("F", "B") or (kind == "W" and (s, i) not in self.variables.fused):
                         after = self.model.add(self.task(kind, s, i).start >= self.task(kind, s, before).end)
-                    elif kind in "OR" and (s, i) in self.variables.leaves:
+                    elif kind in ("O", "R") and (s, i) in self.variables.leaves:
                         # The start of an absent copy stays a variable, so the chain holds through it: were it skipped,
                         # copies on its two sides would need a rule of their own for each pair.
                         earlier = self.task(kind, s, before)
@@ -275,11 +285,11 @@ class Constraints:
 
         It is one op, BW, and so not part of the order of W (docs/adr/0006).
         """
-        delays_us = self.problem.unit_delays_us["backward"].tolist()
+        delays_us = self.variables.graph.delays_us["backward"].tolist()
         for (s, i), fused in self.variables.fused.items():
             backward, weight = self.task("B", s, i), self.task("W", s, i)
             self.model.add(weight.start == backward.end).only_enforce_if(fused)
-            if s > 0:
+            if s > 0 and "B" in self.variables.passes[s - 1]:
                 handed_over = weight.end + self.variables.grid.ticks(delays_us[s - 1][i])
                 self.model.add(self._backward_start(s - 1, i) >= handed_over).only_enforce_if(fused)
             for j, earlier in self.earlier("W", i):
@@ -315,7 +325,8 @@ class Constraints:
     def one_op_at_a_time(self) -> None:
         """A device runs one compute op at a time."""
         for stages in self.problem.stages_of:
-            tasks = [self.task(kind, s, i) for s in stages for i in range(self.problem.units) for kind in "FBW"]
+            places = product(stages, range(self.problem.units))
+            tasks = [self.task(kind, s, i) for s, i in places for kind in self.variables.passes[s]]
             tasks += self._of_ways(stages, ("C", "CB"))
             self.model.add_no_overlap([task.interval for task in tasks])
 
@@ -328,7 +339,7 @@ class Constraints:
     def channels(self) -> None:
         """A channel carries one transfer at a time; devices behind one switch, or both directions, may share it."""
         for group in self.problem.channel_groups:
-            stages = {s for s, stage in enumerate(self.problem.stages) if stage.device in group}
+            stages = {s for d in group for s in self.problem.stages_of[d]}
             moving = [(s, i) for s, i in self.variables.leaves if s in stages]
             directions = ["O", "R"] if self.problem.copy_channels.duplex else ["OR"]
             for kinds in directions:
@@ -363,13 +374,13 @@ class Constraints:
 
         In one piece until its B, it shows CP-SAT that no two such pieces overlap; those that B and W free do not.
         """
-        return (s, i) in self.variables.leaves and 2 * self.problem.stage_of(s, i).activation_bytes > budget
+        return (s, i) in self.variables.leaves and 2 * _size(self.variables, "activation", s, i) > budget
 
     def host_memory(self) -> None:
         """The host holds what is away, from O's start to R's end, all devices together."""
         limit = self.problem.host_memory_bytes
         journeys = [
-            (f"host{s}.{i}.{n}", way)
+            (f"host{s}.{i}.{n}", way, _size(self.variables, "copied", s, i, way.option))
             for s, i in {**self.variables.leaves, **self.variables.ways}
             for n, way in enumerate(self.variables.ways_of(s, i))
             if "O" in way.tasks
@@ -378,9 +389,9 @@ class Constraints:
             return
         intervals = [
             self.variables.span(name, hold_start(way.tasks["O"]), hold_end(way.tasks["R"]), way.literal)
-            for name, way in journeys
+            for name, way, _ in journeys
         ]
-        self.model.add_cumulative(intervals, [way.variant.moved_bytes for _, way in journeys], limit)
+        self.model.add_cumulative(intervals, [size for _, _, size in journeys], limit)
 
 
 SLACK = 1e-6
@@ -394,13 +405,13 @@ def add_work_that_memory_holds_back(variables: Variables) -> None:
     device can only run ahead, and only put off work, as far as its memory goes (docs/math/bounds.md). The cuts hold for
     the memory of split backwards: devices that may fuse some are left out.
     """
-    problem, model = variables.problem, variables.model
-    fusing = {problem.stages[s].device for s in variables.fusing_stages}
+    problem, model, device = variables.problem, variables.model, variables.graph.device.tolist()
+    fusing = {device[s] for s in variables.fusing_stages}
     for op, before, after in least_work_around(problem, variables.length):
-        if problem.stages[op.stage].device in fusing:
+        if device[op.stage] in fusing:
             continue
         task = variables.tasks[op]
-        begin = variables.task("F", problem.stages_of[problem.stages[op.stage].device][0], 0).start
+        begin = variables.task("F", problem.stages_of[device[op.stage]][0], 0).start
         if before < inf:
             model.add(task.start >= begin + ceil(before - SLACK))
         counted_from = begin if problem.objective == "device_span" else 0
@@ -417,7 +428,7 @@ def add_heads_and_tails(variables: Variables) -> None:
     For spans this holds of each device: from its first F on, and to the end of its last W, in the pipeline of all
     stages from its lowest on (docs/math/bounds.md).
     """
-    problem, grid = variables.problem, variables.grid
+    problem, grid, graph = variables.problem, variables.grid, variables.graph
     spans = problem.objective == "device_span"
     lowest = sorted({stages[0] for stages in problem.stages_of if stages})
     alike = not problem.has_factors and problem.slice_count == 1
@@ -435,7 +446,8 @@ def add_heads_and_tails(variables: Variables) -> None:
         for (kind, s, i), task in variables.tasks.items():
             if kind in sides and s >= low:
                 head, tail = (grid.bound_ticks(side[s - low][i]) for side in sides[kind])
-                ticks = grid.ticks(problem.stage_of(s, i).duration_us(kind))  # none for what takes no time
+                own_us = graph.duration_us[graph.type_of(kind, s, 0, i)]
+                ticks = grid.ticks(float(own_us))  # none for what takes no time
                 variables.model.add(task.start >= begin + head)
                 variables.model.add(variables.objective >= task.start + ticks + tail - begin)
 
@@ -446,15 +458,15 @@ def _add_between_microbatches(variables: Variables, low: int, known: OpTimes) ->
     Tails up to the last B of that stage hold to that of any microbatch: leave out those after. Only what does not
     follow from others is added.
     """
-    problem, grid = variables.problem, variables.grid
-    last, lowest = problem.microbatches - 1, problem.stages[low]
-    backward_us = lowest.duration_us("B" if lowest.split_backward else "BW")
+    grid, graph, last = variables.grid, variables.graph, variables.problem.microbatches - 1
+    times_us = graph.duration_us.reshape(graph.shape)[..., 0, 0]
+    forward_us, backward_us = times_us[CODE["F"], low], times_us[CODE["B" if graph.splits[low] else "BW"], low]
     heads = {"F": known.forward_heads, "B": known.backward_heads}
     to_go = {"F": known.forward_to_go, "B": known.backward_to_go}
     for kind, s in product("FB", range(len(known.forward_heads))):
-        own_us = problem.stages[low + s].duration_us(kind)
+        own_us = times_us[CODE[kind], low + s]
         for k in range(1, last + 1):
-            if heads[kind][s][k] > heads[kind][s][k - 1] + max(own_us, lowest.forward_us) + SLACK:
+            if heads[kind][s][k] > heads[kind][s][k - 1] + max(own_us, forward_us) + SLACK:
                 head = grid.bound_ticks(heads[kind][s][k])
                 for x in range(last - k + 1):
                     start = variables.task(kind, low + s, x + k).start

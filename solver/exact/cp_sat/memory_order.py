@@ -7,6 +7,7 @@ from itertools import product
 
 from ortools.sat.python import cp_model
 
+from optpipe.kinds import CODE
 from optpipe.ops import Op
 from solver.exact.cp_sat.variables import Variables
 from solver.exact.memory_order import devices_with_order_literals, memory_precedences
@@ -41,17 +42,15 @@ class _Order:
 
     def add_room(self, forward: Op, numbers: Sequence[int], budget: int) -> None:
         """The activation of F `forward` fits beside what is there when it starts."""
-        stages = self.variables.problem.stages
-        own = stages[forward.stage]
-        terms: list[cp_model.LinearExprT] = [own.activation_bytes + own.workspace_bytes.F]
+        graph = self.variables.graph
+        changes = graph.device_bytes.reshape(*graph.shape, 2)
+        terms: list[cp_model.LinearExprT] = [int(changes[CODE["F"], forward.stage, 0, 0, 0])]
         for t, i in product(numbers, range(self.variables.problem.units)):
-            stage = stages[t]
-            freed_by_backward = stage.activation_bytes - stage.backward_weight_bytes
-            terms.append(stage.activation_bytes * self.first(Op("F", t, i), forward))
-            terms.append(-freed_by_backward * self.first(Op("B", t, i), forward))
-            terms.append(-stage.backward_weight_bytes * self.first(Op("W", t, i), forward))
-            if (t, i) in self.variables.leaves and stage.offload:
-                terms.append(-stage.offload.bytes * self.away(t, i, forward))
+            left = {kind: int(changes[CODE[kind], t, 0, 0].sum()) for kind in self.variables.passes[t]}
+            terms += [size * self.first(Op(kind, t, i), forward) for kind, size in left.items()]
+            if (t, i) in self.variables.leaves:
+                copied = int(graph.sizes_bytes["copied"][t, graph.whole_option[t], 0])
+                terms.append(-copied * self.away(t, i, forward))
         self.model.add(sum(terms) <= budget)
 
     def first(self, one: Op, forward: Op) -> cp_model.LiteralT:

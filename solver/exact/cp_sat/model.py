@@ -12,11 +12,11 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from optpipe.document import Document
-from optpipe.mode_names import KEPT, OFFLOAD
 from optpipe.ops import Op, Orders
 from optpipe.problem import DirectedTransfer, MicrobatchFactors, Problem
 from optpipe.simulate import Simulation, simulate
 from optpipe.stage import Offload, SliceFactors, Stage
+from optpipe.task_graph import lower
 from solver.bounds.unit_order import MOST_ROOM_NODES
 from solver.build import orders_from_times
 from solver.exact.cp_sat.constraints import (
@@ -41,21 +41,25 @@ def add_objective(variables: Variables, bound_ticks: int) -> None:
     """Minimise the makespan or the largest device span; `bound_ticks` is a lower bound proved outside the model."""
     problem, model = variables.problem, variables.model
     model.add(variables.objective >= bound_ticks)
-    order = problem.units_in_order("F"), problem.units_in_order("B")
-    first_units, last_units = [int(order[0][0])], [int(order[1][-1])]
+    first_units = [int(problem.units_in_order("F")[0])]
+    last_units = {kind: [int(problem.units_in_order(kind)[-1])] for kind in ("F", "B", "W")}
     if problem.has_free_order:
         count = problem.slice_count
-        first_units, last_units = list(range(0, problem.units, count)), list(range(0, problem.units, count))
+        first_units = list(range(0, problem.units, count))
+        last_units = {
+            kind: [int(problem.units_in_order(kind, [i])[-1]) for i in range(problem.microbatches)]
+            for kind in last_units
+        }
     for stages in problem.stages_of:
         for s in stages:
-            # A device's first op is the first F of its lowest stage. Each stage's last W is its last op, or any W if
+            # A device's first op is the first F of its lowest stage. Each stage's last op is its last W, or any W if
             # some may be part of fused backwards and so overtake others.
-            low = stages[0] if problem.objective == "device_span" else 0
-            for i in range(problem.units) if s in variables.fusing_stages else last_units:
-                weight = Moment(variables.task("W", s, i), is_end=True)
+            low, kind = stages[0] if problem.objective == "device_span" else 0, variables.passes[s][-1]
+            for i in range(problem.units) if s in variables.fusing_stages else last_units[kind]:
+                last = Moment(variables.task(kind, s, i), is_end=True)
                 for first in first_units:
                     begin = Moment(variables.task("F", low, first), is_end=False)
-                    variables.measured.append((begin, weight))
+                    variables.measured.append((begin, last))
     for begin, end in variables.measured:
         model.add(variables.objective >= end.expression - begin.expression)
     if not problem.has_free_order:
@@ -96,7 +100,9 @@ def build_model(
     variables.add_all()
     Constraints(variables).add_all()
     add_objective(variables, grid.bound_ticks(bound_us))
-    alike = not problem.has_factors and problem.slice_count == 1  # what the cuts are proved for
+    if not variables.graph.is_trained:
+        return variables  # the cuts are proved for F, B and W of every stage
+    alike = not problem.has_factors and problem.slice_count == 1
     if options.work and alike:
         add_work_that_memory_holds_back(variables)
     if options.heads and not problem.has_free_order and 2 * len(problem.stages) * problem.units <= MOST_ROOM_NODES:
@@ -111,7 +117,7 @@ def build_model(
 
 
 def _has_memory_order(problem: Problem, options: Options) -> bool:
-    if problem.has_factors or problem.slice_count > 1:
+    if problem.has_factors or problem.slice_count > 1 or not lower(problem).is_trained:
         return False
     return options.memory_order and is_ordered_by_memory(problem, options.most_order_literals)
 
@@ -344,7 +350,7 @@ def add_hint(variables: Variables, orders: Orders) -> None:
         present = first.task.op in starts and last.task.op in starts
         model.add_hint(length_variable, max(ticks_between(first, last), least) if present else least)
     for (s, i), fused in variables.fused.items():
-        if not variables.problem.stages[s].split_backward:
+        if not variables.graph.splits[s]:
             continue  # a constant, and a variable that is named twice makes a hint invalid
         model.add_hint(fused, Op("BW", s, i) in ops or Op("CBW", s, i) in ops)
     microbatch_order = list(orders.microbatch_order or range(variables.problem.microbatches))
@@ -364,11 +370,10 @@ def _way_taken(variables: Variables, orders: Orders, ops: Collection[Op], s: int
     if orders.modes is not None:
         choice = int(orders.modes[s, i])
     else:
-        name = OFFLOAD if Op("O", s, i) in ops else KEPT
-        choice = variables.problem.stages[s].choice_numbers[name]
+        choice = int(variables.graph.whole_option[s]) if Op("O", s, i) in ops else 0
     inside = Op("CB", s, i) in ops or Op("CBW", s, i) in ops
     ways = variables.ways[s, i]
-    return next((way for way in ways if (way.variant.choice, way.variant.inside) == (choice, inside)), ways[0])
+    return next((way for way in ways if (way.option, "CB" in way.tasks) == (choice, inside)), ways[0])
 
 
 TICK_US = 2.0**-10
@@ -469,7 +474,7 @@ class _Callback(cp_model.CpSolverSolutionCallback):
         modes = np.zeros((len(problem.stages), problem.units), np.int64)
         for s, i in {**variables.leaves, **variables.ways}:
             way = next(way for way in variables.ways_of(s, i) if self.boolean_value(way.literal))
-            modes[s, i] = way.variant.choice
+            modes[s, i] = way.option
             for kind, task in way.tasks.items():
                 at = self.value(task.start)
                 planned[Op(kind, s, i)] = (at, at + task.ticks)

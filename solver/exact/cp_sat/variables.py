@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
+from optpipe.kinds import INSIDE, KIND, OPTIONAL
 from optpipe.ops import Op
 from optpipe.problem import Problem
+from optpipe.task_graph import TaskGraph, lower
 from solver.bounds.device import fusing_may_help
 from solver.exact.ticks import TimeGrid
-from solver.variants import Variant, unit_variants
 
 
 @dataclass(frozen=True)
@@ -49,34 +50,52 @@ class Moment:
 
 
 class Way(NamedTuple):
-    """A variant of an activation, its literal, and the tasks that are there with it, by kind.
+    """An option of an activation, its literal, and the tasks that are there with it, by kind.
 
     These are its O, R and C; CB stands for the recomputation alone that its B follows at once.
     """
 
-    variant: Variant
+    option: int
     literal: cp_model.BoolVarT
     tasks: Mapping[str, IntervalTask]
+
+
+def forms(graph: TaskGraph, s: int) -> Sequence[tuple[int, tuple[str, ...]]]:
+    """Options of a stage in every form, with the tasks that each has besides F, B and W, as in `Way`.
+
+    A copy of no bytes is left out: it frees nothing and takes time.
+    """
+    found = []
+    for option in range(graph.options[s]):
+        if option and not graph.duties["C"][s, option] and not graph.sizes_bytes["copied"][s, option].any():
+            continue  # no other than to keep
+        for chain in graph.chains(s, option):
+            kinds = [kind for kind in chain if not {*OPTIONAL}.isdisjoint(KIND[kind].duties)]
+            found.append((option, tuple("CB" if kind in INSIDE else kind for kind in kinds)))
+    return list(dict.fromkeys(found))  # once, whether the backward is split or fused
 
 
 class Variables:
     """Variables for a problem on a grid; no op ends later than `horizon` ticks.
 
-    `tasks`: every op that may run, of one length each. `leaves`: the literal of each (stage, microbatch) that may be
-    offloaded, on stages without activation modes. `ways`: on stages with modes, the ways of each (stage, microbatch),
-    of which one is taken. `fused`: the literal of each (stage, microbatch) whose W follows its B at once, as one op BW;
-    only on stages where that can save memory or has to be. `lengths`: the time between two moments for which bytes are
-    held, and its least value. `firsts`: literals for which of two ops is first. `aways`: literals of offloads that
-    leave room when an F starts, each with that F, stage and microbatch. `objective`: the value in ticks, at least the
-    time between the two moments of each pair in `measured`. `before`: where the order of microbatches is free, the
-    literal of each two that differ, of which the first is true if the lower number runs first.
+    `passes`: for each stage the ops that every unit has there. `tasks`: every op that may run, of one length each.
+    `leaves`: the literal of each (stage, microbatch) that may be offloaded, on stages without activation modes. `ways`:
+    on stages with modes, the ways of each (stage, microbatch), of which one is taken. `fused`: the literal of each
+    (stage, microbatch) whose W follows its B at once, as one op BW; only on stages where that can save memory or has to
+    be. `lengths`: the time between two moments for which bytes are held, and its least value. `firsts`: literals for
+    which of two ops is first. `aways`: literals of offloads that leave room when an F starts, each with that F, stage
+    and microbatch. `objective`: the value in ticks, at least the time between the two moments of each pair in
+    `measured`. `before`: where the order of microbatches is free, the literal of each two that differ, of which the
+    first is true if the lower number runs first.
     """
 
     def __init__(self, problem: Problem, grid: TimeGrid, horizon: int) -> None:
         self.problem = problem
+        self.graph = graph = lower(problem)
         self.grid = grid
         self.horizon = horizon
         self.model = cp_model.CpModel()
+        self.passes = [[kind for kind in "FBW" if graph.duties[kind][s].all()] for s in range(len(problem.stages))]
         self.tasks: dict[Op, IntervalTask] = {}
         self.leaves: dict[tuple[int, int], cp_model.IntVar] = {}
         self.ways: dict[tuple[int, int], list[Way]] = {}
@@ -88,45 +107,51 @@ class Variables:
         self.before: dict[tuple[int, int], cp_model.IntVar] = {}
         self._both: dict[tuple[int, ...], cp_model.IntVar] = {}
         self.objective = self.model.new_int_var(0, horizon, "objective")
-        self.length = cache(lambda kind, s, i=0: grid.length(problem.stage_of(s, i).duration_us(kind)))
-        """Ticks of an op, by kind, stage and unit."""
+        self.length = cache(lambda kind, s, i=0: self.ticks(kind, s, i, int(graph.whole_option[s])))
+        """Ticks of an op, by kind, stage and unit; of a copy those of a unit that is offloaded whole."""
+
+    def ticks(self, kind: str, s: int, i: int, option: int) -> int:
+        """Ticks of a task of a unit in an option, by kind as in `Way`."""
+        if kind == "CB":
+            time_us = self.graph.times_us["recompute_inside"][s, option, self.graph.unit_class[i]]
+        else:
+            time_us = self.graph.duration_us[self.graph.type_of(kind, s, option, i)]
+        return self.grid.length(float(time_us))
 
     def add_all(self) -> None:
         """Every op of the problem."""
-        for s, stage in enumerate(self.problem.stages):
+        for s, passes in enumerate(self.passes):
+            entries = forms(self.graph, s)
+            has_modes = self.graph.options[s] > 1 + (self.graph.whole_option[s] > 0)
             for i in range(self.problem.units):
-                for kind in ("F", "B", "W"):
+                for kind in passes:
                     self.add_task(Op(kind, s, i), None)
-                if fusing_may_help(self.problem, s):
+                if "B" in passes and fusing_may_help(self.problem, s):
                     fused = self.model.new_bool_var(f"fused{s}.{i}")
-                    self.fused[s, i] = fused if stage.split_backward else self.model.new_constant(1)
-                if stage.modes:
-                    self._add_ways(s, i)
-                elif stage.offload and stage.offload.bytes:
+                    self.fused[s, i] = fused if self.graph.splits[s] else self.model.new_constant(1)
+                if has_modes:
+                    self._add_ways(s, i, entries)
+                elif len(entries) > 1:
                     leaves = self.leaves[s, i] = self.model.new_bool_var(f"leaves{s}.{i}")
-                    for kind in ("O", "R"):
+                    for kind in entries[1][1]:
                         self.add_task(Op(kind, s, i), leaves)
 
-    def _add_ways(self, s: int, i: int) -> None:
-        """A literal for each variant of a stage with modes, and the ops that a microbatch has in it alone."""
+    def _add_ways(self, s: int, i: int, entries: Sequence[tuple[int, Sequence[str]]]) -> None:
+        """A literal for each of the `forms` of a stage with modes, and the ops that a microbatch has in it alone."""
         ways: list[Way] = []
         starts: dict[str, cp_model.IntVar] = {}
-        for n, variant in enumerate(unit_variants(self.problem, s, i)):
-            literal, copy = self.model.new_bool_var(f"variant{s}.{i}.{n}"), variant.mode.offload
-            times_us = {"O": copy.offload_us, "R": copy.reload_us} if copy else {}
-            if variant.mode.recomputes:
-                times_us["CB" if variant.inside else "C"] = variant.mode.recompute_us
-            tasks = {}
-            for kind, time_us in times_us.items():
-                op, ticks = Op(kind, s, i), self.grid.length(time_us)
-                if kind not in starts:  # one for all variants, so that microbatches are in order whatever they choose
+        for n, (option, kinds) in enumerate(entries):
+            literal, tasks = self.model.new_bool_var(f"variant{s}.{i}.{n}"), {}
+            for kind in kinds:
+                op, ticks = Op(kind, s, i), self.ticks(kind, s, i, option)
+                if kind not in starts:  # one for all options, so that microbatches are in order whatever they choose
                     starts[kind] = self.model.new_int_var(0, self.horizon, str(op))
                 start = starts[kind]
                 if kind == "CB":
                     self.model.add(self.task("B", s, i).start == start + ticks).only_enforce_if(literal)
                 interval = self.model.new_optional_fixed_size_interval_var(start, ticks, literal, f"{op}.{n}")
                 tasks[kind] = IntervalTask(op, start, ticks, interval)
-            ways.append(Way(variant, literal, tasks))
+            ways.append(Way(option, literal, tasks))
         self.model.add_exactly_one(way.literal for way in ways)
         self.ways[s, i] = ways
 
@@ -178,7 +203,7 @@ class Variables:
         Of equal ones the lower runs first: then there is none, or None where i never does.
         """
         count = self.problem.slice_count
-        a, b = (self.problem.unit_class[one * count : (one + 1) * count].tolist() for one in (i, j))
+        a, b = (self.graph.unit_class[one * count : (one + 1) * count].tolist() for one in (i, j))
         if a == b:
             return [] if i < j else None
         key = min(i, j), max(i, j)
@@ -197,34 +222,34 @@ class Variables:
 
     @cached_property
     def round_trips(self) -> Sequence[Sequence[int]]:
-        """For each stage and unit the ticks from the start of F to the earliest start of B.
+        """For each stage and unit the ticks from the start of F to the earliest start of B; 0 where there is no B.
 
         That is on to the last stage and back; or first the F of the next slice, its round trip, and its B.
         """
-        ticks, stages = self.grid.ticks, range(len(self.problem.stages))
-        delays_us = self.problem.unit_delays_us
-        forward_us, backward_us = (delays_us[way].tolist() for way in ("forward", "backward"))
-        trips = [[0] * self.problem.units for _ in stages]
-        of_class: dict[tuple[int, ...], list[int]] = {}
+        ticks, stages = self.grid.ticks, len(self.problem.stages)
+        forward_us, backward_us = (self.graph.delays_us[way].tolist() for way in ("forward", "backward"))
+        trips = [[0] * self.problem.units for _ in range(stages)]
+        of_class: dict[tuple[int, ...], list[list[int]]] = {}
         count = self.problem.slice_count
         for first in range(0, self.problem.units, count):
-            classes = tuple(self.problem.unit_class[first : first + count].tolist())
+            classes = tuple(self.graph.unit_class[first : first + count].tolist())
             if classes not in of_class:
-                columns: list[int] = []
+                columns: list[list[int]] = []  # of the slices from the last on, each by stage
                 for i in reversed(range(first, first + count)):
-                    trip = self.length("F", stages[-1], i)
-                    for s in reversed(stages):
-                        if s + 1 < len(stages):
+                    trip, column = self.length("F", stages - 1, i), [0] * stages
+                    for s in (s for s in reversed(range(stages)) if "B" in self.passes[s]):
+                        if s + 1 < stages:
                             delay = ticks(forward_us[s][i]) + ticks(backward_us[s][i])
                             trip += self.length("F", s, i) + delay + self.length("B", s + 1, i)
-                        if i + 1 < first + count:
-                            behind = columns[-len(stages)] + self.length("B", s, i + 1)
+                        if columns:
+                            behind = columns[-1][s] + self.length("B", s, i + 1)
                             trip = max(trip, self.length("F", s, i) + behind)
-                        columns.append(trip)
+                        column[s] = trip
+                    columns.append(column)
                 of_class[classes] = columns
-            for n, trip in enumerate(of_class[classes]):
-                slices, place = divmod(n, len(stages))
-                trips[len(stages) - 1 - place][first + count - 1 - slices] = trip
+            for i, column in enumerate(reversed(of_class[classes]), first):
+                for s, trip in enumerate(column):
+                    trips[s][i] = trip
         return trips
 
     def task(self, kind: str, stage: int, microbatch: int) -> IntervalTask:
@@ -236,8 +261,7 @@ class Variables:
         at = stage, microbatch
         if at in self.ways:
             return self.ways[at]
-        kept, *offload = (Variant(n, mode) for n, mode in enumerate(self.problem.stage_of(stage, microbatch).choices))
         if at not in self.leaves:
-            return [Way(kept, self._always, {})]
+            return [Way(0, self._always, {})]
         copies = {kind: self.task(kind, *at) for kind in "OR"}
-        return [Way(kept, ~self.leaves[at], {}), Way(offload[0], self.leaves[at], copies)]
+        return [Way(0, ~self.leaves[at], {}), Way(int(self.graph.whole_option[stage]), self.leaves[at], copies)]

@@ -176,7 +176,7 @@ class WindowModel:
                 start[k], length[k] = solver.value(task.start), task.ticks
         modes = around.modes.copy()
         for (s, i), ways in self.variables.ways.items():
-            modes[s, i] = next(way.variant.choice for way in ways if solver.boolean_value(way.literal))
+            modes[s, i] = next(way.option for way in ways if solver.boolean_value(way.literal))
         for (s, i), leaves in self.variables.leaves.items():
             stage = self.problem.stages[s]
             modes[s, i] = stage.choice_numbers[OFFLOAD] if solver.boolean_value(leaves) else 0
@@ -296,12 +296,16 @@ class Memory:
         away = [op for k, op in enumerate(self.numbering.ops) if op.kind == "O" and self._is_away_throughout(k)]
         level = sum(self._moved(*op[1:]) for op in away if op[1:] not in decided)
         on_host = [
-            Held(way.variant.moved_bytes, hold_start(way.tasks["O"]), hold_end(way.tasks["R"]), way.literal)
+            Held(self._copied(s, i, way), hold_start(way.tasks["O"]), hold_end(way.tasks["R"]), way.literal)
             for s, i in decided
             for way in self.variables.ways_of(s, i)
             if "O" in way.tasks
         ]
         self._add_budget("host", on_host, limit - level)
+
+    def _copied(self, s: int, i: int, way: Way) -> int:
+        graph = self.variables.graph
+        return int(graph.sizes_bytes["copied"][s, way.option, graph.unit_class[i]])
 
     def _is_away_throughout(self, offload: int) -> bool:
         reload = self.numbering.index[Op("R", *self.numbering.ops[offload][1:])]
@@ -403,7 +407,7 @@ class Tasks:
             copies = ["O", "R"] if way.mode.offload else []
             kinds = [*copies, *(["C"] if way.ahead else ["CB"] if way.inside else [])]
             tasks = {kind: self._task_of_way(Op(kind, s, i), way, literal, starts, movable) for kind in kinds}
-            entries.append(Way(way, literal, tasks))
+            entries.append(Way(way.choice, literal, tasks))
         if len(ways) > 1:
             self.model.add_exactly_one(entry.literal for entry in entries)
         self.variables.ways[s, i] = entries
