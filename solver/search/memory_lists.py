@@ -16,17 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from math import ceil
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from numba import njit
 
-from optpipe.costs import device_effect
 from optpipe.kinds import KINDS
 from optpipe.ops import Bools, DeviceOrders, Floats, Ints, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
-from optpipe.stage import Mode, Stage
+from optpipe.task_graph import lower
 from solver.timeline import NO_LIMIT, NONE, B, F, W
 
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
@@ -63,8 +61,9 @@ class StageCosts(NamedTuple):
     `forward_bytes`: beside it, so that the microbatch gets through the later stages of its device; `more_bytes`: also
     beside it after an F whose activation is kept, so that others can follow that are recomputed. `leaves`: activations
     may be offloaded, if at least `soon` backwards come before theirs, or if they are back before their backward can
-    start: `way_us` is the least time from the end of F to the start of B. `at_speed`: activations of a device between F
-    and W if no microbatch waits and the device is never idle.
+    start: `way_us` is the least time from the end of F to the start of B. `trained`: stages that have a backward, of
+    which `first_trained` is the lowest. `at_speed`: activations of a device between F and W if no microbatch waits and
+    the device is never idle.
     """
 
     us: Floats
@@ -80,6 +79,8 @@ class StageCosts(NamedTuple):
     leaves: Bools
     soon: Ints
     way_us: Floats
+    trained: Bools
+    first_trained: int
     device_of: Ints
     first: Ints
     stages: Ints
@@ -168,12 +169,15 @@ class MemoryLists:
 
     def play(self, rules: Rules) -> State | None:
         """The state with all ops placed by these rules; None if a device is left with ops that never fit its budget."""
-        if rules.behind not in self._costs:
-            self._costs[rules.behind] = _stage_costs(self.problem, self.modes.tolist(), self.out.tolist(), rules.behind)
         state = self._begin()
         planned = rules.planned or rules.in_flight
         shares = self._planned_shares(planned, rules.reserve) if rules.reserve >= 0 else np.zeros(0)
-        return state if _run(self._costs[rules.behind], state, rules, shares) else None
+        return state if _run(self._costs_of(rules.behind), state, rules, shares) else None
+
+    def _costs_of(self, behind: int) -> StageCosts:
+        if behind not in self._costs:
+            self._costs[behind] = _stage_costs(self.problem, self.modes, self.out, behind)
+        return self._costs[behind]
 
     def makespan_us(self, rules: Rules) -> float:
         """The end of the last op in us; infinite if memory lacks room. The orders may end earlier, not later."""
@@ -187,7 +191,7 @@ class MemoryLists:
             return None
         copies, pairs = state.counts.tolist()
         moved = self._ops(state.copies[:copies])
-        device = np.array([stage.device for stage in self.problem.stages])[moved.stage]
+        device = lower(self.problem).device[moved.stage]
         devices, channels = [], []
         for d, (ops, count) in enumerate(zip(state.order, state.length.tolist(), strict=True)):
             own = moved[np.flatnonzero(device == d)] if copies else moved
@@ -205,19 +209,19 @@ class MemoryLists:
 
     def _planned_shares(self, in_flight: int, reserve: int) -> Floats:
         """The share of each stage's microbatches that is recomputed, the same on all stages of a device."""
-        stages = self.problem.stages
-        again = [stage.choices[number] for stage, number in zip(stages, self.modes.tolist(), strict=True)]
-        away = [stage.choices[number].offload for stage, number in zip(stages, self.out.tolist(), strict=True)]
-        held = [stage.activation_bytes - (copy.bytes if copy else 0) for stage, copy in zip(stages, away, strict=True)]
-        numbers = [in_flight * (1 - s / len(stages)) for s in range(len(stages))]  # as in 1F1B
-        shares = np.zeros(len(stages))
+        costs = self._costs_of(0)
+        held = (costs.change_bytes[F] + costs.change_bytes[OUT]).tolist()
+        less = np.where(costs.recomputes, np.maximum(held - costs.change_bytes[DROP], 0), 0).tolist()
+        stages = len(held)
+        numbers = [in_flight * (1 - s / stages) for s in range(stages)]  # as in 1F1B
+        shares = np.zeros(stages)
         for device, of_device in zip(self.problem.devices, self.problem.stages_of, strict=True):
             if device.memory_bytes is None:
                 continue
             needed = sum(numbers[s] * held[s] for s in of_device) + reserve * max(
                 (held[s] for s in of_device), default=0
             )
-            saved = sum(numbers[s] * max(held[s] - again[s].kept_bytes, 0) for s in of_device if again[s].recomputes)
+            saved = sum(numbers[s] * less[s] for s in of_device)
             if saved:
                 shares[of_device] = min(max((needed - device.memory_bytes) / saved, 0.0), 1.0)
         return shares
@@ -260,52 +264,53 @@ def _by_kind(copies: OpArray) -> tuple[OpArray, OpArray]:
     return copies[np.flatnonzero(offloads)], copies[np.flatnonzero(~offloads)]
 
 
-def _stage_costs(problem: Problem, modes: Sequence[int], out: Sequence[int], behind: int) -> StageCosts:
-    stages, groups = problem.stages, problem.channel_groups
+def _stage_costs(problem: Problem, modes: Ints, out: Ints, behind: int) -> StageCosts:
+    graph, groups = lower(problem), problem.channel_groups
+    stages = np.arange(len(modes))
     members = np.concatenate([np.array(group, np.int64) for group in groups])
-    again = [stage.choices[number] for stage, number in zip(stages, modes, strict=True)]
-    away = [stage.choices[number] for stage, number in zip(stages, out, strict=True)]
-    by_stage = [_bytes(*entry) for entry in zip(stages, again, away, strict=True)]
-    need, change, end = (np.array(rows).T for rows in zip(*by_stage, strict=True))
-    recomputes = np.array([mode.recomputes for mode in again])
-    inside = np.array([mode.recomputes and mode.segment_bytes is not None for mode in again])
-    duration = {kind: np.array([stage.duration_us(kind) for stage in stages], np.float64) for kind in "FBW"}
-    again_us = np.array([mode.recompute_us for mode in again])
-    copy_us = np.array(
-        [(mode.offload.offload_us, mode.offload.reload_us) if mode.offload else (0.0, 0.0) for mode in away]
-    ).T
+    kept = np.zeros_like(modes)
+    options = np.stack([kept, kept, kept, modes, modes, modes, out, out])
+    types = np.ravel_multi_index((_KIND_OF_ROW[:, None], stages, options, 0), graph.shape)
+    us, effects = graph.duration_us[types], graph.device_bytes[types]
+    there = ~np.isnan(us)
+    us, effects = np.where(there, us, 0.0), np.where(there[..., None], effects, 0)
+    change = effects.sum(axis=2)
+    need = np.maximum(effects[..., 0], change)
+    trained, recomputes, inside = there[B], there[MAKE], there[INSIDE]
     backward = np.maximum(need[B], 0)
     made = np.where(recomputes, np.where(inside, need[INSIDE], need[MAKE] + backward), 0)
     backward_bytes = np.maximum(np.maximum(made, need[BACK] + backward), need[B])
     forward = np.where(recomputes, need[DROP], need[F])
     forward_bytes = np.zeros(len(stages), np.int64)
     for of_device in problem.stages_of:
-        for k, s in enumerate(of_device):  # later stages of the device need room as well, or its microbatches stand
-            forward_bytes[s] = forward[of_device[k + 1 :]].sum()
+        room = 0  # later stages of the device need room as well, or its microbatches stand
+        for s in reversed(of_device):
+            forward_bytes[s] = room if trained[s] else max(room - forward[s], 0)
             backward_bytes[s] = backward_bytes[of_device].max()
-    passes_us = duration["F"] + duration["B"]
-    delays_us = np.array([*problem.forward_delay_us, 0.0]) + np.array([*problem.backward_delay_us, 0.0])
-    period_us = duration["F"] + duration["B"] + duration["W"]
+            room = forward[s] + forward_bytes[s]
+    ahead_us, back_us = (graph.delays_us[direction][:, 0] for direction in ("forward", "backward"))
+    passes_us = us[F] + us[B]
+    delays_us = np.append(ahead_us, 0.0) + np.append(back_us, 0.0)
+    period_us = us[F] + us[B] + us[W]
     way_us = np.cumsum((passes_us + delays_us)[::-1])[::-1] - passes_us
+    sizes = graph.sizes_bytes
     return StageCosts(
-        us=np.array([*duration.values(), duration["F"], again_us, duration["B"] + again_us, *copy_us], np.float64),
-        delay_us=np.array([[0, *problem.forward_delay_us], [*problem.backward_delay_us, 0]], np.float64),
+        us=us,
+        delay_us=np.array([np.append(0.0, ahead_us), np.append(back_us, 0.0)]),
         need_bytes=need,
         change_bytes=change,
-        frees=end < 0,
+        frees=effects[..., 1] < 0,
         backward_bytes=backward_bytes,
         forward_bytes=forward_bytes,
-        more_bytes=np.array(
-            [mode.forward_workspace_bytes + behind * mode.kept_bytes if behind else 0 for mode in again], np.int64
-        ),
+        more_bytes=(sizes["forward_workspace"] + behind * sizes["kept"])[stages, modes, 0] * (behind > 0),
         recomputes=recomputes,
         inside=inside,
         leaves=need[BACK] > 0,
-        soon=np.array(
-            [1 + ceil(us / max(whole, 1e-9)) for us, whole in zip(copy_us.sum(axis=0), period_us, strict=True)]
-        ),
+        soon=1 + np.ceil((us[OUT] + us[BACK]) / np.maximum(period_us, 1e-9)).astype(np.int64),
         way_us=way_us,
-        device_of=np.array([stage.device for stage in stages]),
+        trained=trained,
+        first_trained=int(np.argmax(trained)),
+        device_of=graph.device,
         first=np.cumsum([0, *map(len, problem.stages_of)]),
         stages=np.concatenate([np.array(of_device, np.int64) for of_device in problem.stages_of]),
         budget_bytes=np.array([NO_LIMIT if d.memory_bytes is None else d.memory_bytes for d in problem.devices]),
@@ -313,20 +318,10 @@ def _stage_costs(problem: Problem, modes: Sequence[int], out: Sequence[int], beh
         first_member=np.cumsum([0, *map(len, groups)]),
         members=members,
         at_speed=np.array(
-            [(way_us + period_us)[own].sum() / max(period_us[own].sum(), 1e-9) for own in problem.stages_of]
+            [((way_us + period_us) * trained)[own].sum() / max(period_us[own].sum(), 1e-9) for own in problem.stages_of]
         ),
         duplex=problem.copy_channels.duplex,
     )
-
-
-def _bytes(stage: Stage, again: Mode, away: Mode) -> tuple[list[int], list[int], list[int]]:
-    """Bytes by row: those an op needs, those it leaves behind, and the change at its end."""
-    kept = stage.choices[0]
-    rows = [("F", kept), ("B", kept), ("W", kept), ("F", again), ("C", again), ("CB", again), ("O", away), ("R", away)]
-    effects = [device_effect(stage, kind, mode) for kind, mode in rows]
-    changes = [effect.at_start + effect.at_end for effect in effects]
-    needs = [max(effect.at_start, change) for effect, change in zip(effects, changes, strict=True)]
-    return needs, changes, [effect.at_end for effect in effects]
 
 
 def _without_reference_counts(function: Kernel) -> Kernel:
@@ -366,6 +361,8 @@ def _run(costs: StageCosts, state: State, rules: Rules, shares: Floats) -> bool:
                         if idle or comes_us > state.free_us[COMPUTE, near]:
                             heappush(wake, (comes_us, near))
                         if not forwards:
+                            if s == costs.first_trained:  # the first stage may wait for a microbatch to end
+                                heappush(wake, (state.free_us[COMPUTE, d], costs.device_of[0]))
                             held = state.held[fed, state.placed[B, s] - 1]
                             if held == OFFLOADED or (held == DROPPED and idle and rules.ahead != WITH_GRADIENT):
                                 heappush(wake, (now, near))
@@ -375,7 +372,7 @@ def _run(costs: StageCosts, state: State, rules: Rules, shares: Floats) -> bool:
                 _copy(costs, state, rules, wake, g, now)
             else:
                 heappush(wake, (now, devices + g))  # when all devices have ended and begun what they can now
-    return bool((state.placed[W] == microbatches).all())
+    return bool((state.placed[F] == microbatches).all() and (state.placed[W] == microbatches * costs.trained).all())
 
 
 @njit(cache=True, nogil=True)
@@ -504,7 +501,7 @@ def _choose(costs: StageCosts, state: State, rules: Rules, shares: Floats, d: in
             if _gradient_us(costs, state, s) > now and _has_room(costs, state, d, MAKE, s, 0):
                 rank, chosen = (i, -s), (MAKE, s)
     lacks_room = False
-    below_stock = rules.stock > 0 and _in_flight(state, own_stages) < rules.stock * costs.at_speed[d]
+    below_stock = rules.stock > 0 and _in_flight(costs, state, own_stages) < rules.stock * costs.at_speed[d]
     backward = rank, chosen
     if below_stock:
         rank, chosen = (microbatches, 0), (NONE, 0)
@@ -549,11 +546,12 @@ def _choose(costs: StageCosts, state: State, rules: Rules, shares: Floats, d: in
 
 
 @_without_reference_counts
-def _in_flight(state: State, stages: Ints) -> int:
+def _in_flight(costs: StageCosts, state: State, stages: Ints) -> int:
     """Activations of a device between their F and their B."""
     number = 0
     for s in stages:
-        number += state.placed[F, s] - state.placed[B, s]
+        if costs.trained[s]:
+            number += state.placed[F, s] - state.placed[B, s]
     return number
 
 
@@ -639,7 +637,7 @@ def _gradient_us(costs: StageCosts, state: State, s: int) -> float:
     stages, microbatches = state.held.shape
     i = state.placed[B, s]
     kind, near = (F, s) if s + 1 == stages else (B, s + 1)
-    if i == microbatches or i >= state.placed[kind, near]:
+    if i == microbatches or i >= state.placed[kind, near] or not costs.trained[s]:
         return np.nan
     return float(state.end_us[kind, near, i] + costs.delay_us[B, s])
 
@@ -648,7 +646,7 @@ def _gradient_us(costs: StageCosts, state: State, s: int) -> float:
 def _forward_us(costs: StageCosts, state: State, s: int, in_flight: int) -> float:
     """Arrival of the input of the next F of a stage; NaN where that is not placed, or no F is left.
 
-    On the first stage a microbatch waits for the last B of one in flight.
+    On the first stage a microbatch waits for the last B of one in flight, on the lowest stage that has one.
     """
     microbatches = state.held.shape[1]
     i = state.placed[F, s]
@@ -658,4 +656,5 @@ def _forward_us(costs: StageCosts, state: State, s: int, in_flight: int) -> floa
         return float(state.end_us[F, s - 1, i] + costs.delay_us[F, s]) if i < state.placed[F, s - 1] else np.nan
     if i < in_flight:
         return 0.0
-    return float(state.end_us[B, 0, i - in_flight]) if i - in_flight < state.placed[B, 0] else np.nan
+    first = costs.first_trained
+    return float(state.end_us[B, first, i - in_flight]) if i - in_flight < state.placed[B, first] else np.nan
