@@ -17,14 +17,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from optpipe.costs import device_effect
 from optpipe.errors import InputError, Issue
 from optpipe.fields import MAX_BYTES
+from optpipe.kinds import COPIES, KIND
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
-from optpipe.stage import Stage
+from optpipe.task_graph import TaskGraph, lower
 from solver.build import orders_from_times, peak_budgets
-from solver.variants import Variant, op_lists
 
 
 def serial_orders(problem: Problem) -> Orders | None:
@@ -62,7 +61,7 @@ class Way:
     """Treatment of a microbatch on a stage: the number of its mode, its ops, and its memory on the device.
 
     `forward` are the ops up to where it rests, `backward` those after; `left_bytes` stay between the two. `peak_bytes`
-    is that of all ops, `peak_before_weight_bytes` that of all but W.
+    is that of all ops, `peak_before_weight_bytes` that of all but a W, which itself needs `weight_bytes`.
     """
 
     mode: int
@@ -71,19 +70,20 @@ class Way:
     left_bytes: int
     peak_bytes: int
     peak_before_weight_bytes: int
+    weight_bytes: int
 
 
-def ways(stage: Stage) -> list[Way]:
-    """Every mode of a stage in every form, the backward split or fused where it may be."""
+def ways(graph: TaskGraph, s: int, unit: int) -> list[Way]:
+    """Every mode of a unit on a stage in every form, the backward split or fused where it may be."""
     found = []
-    for number, mode in enumerate(stage.choices):
-        forms = [False] if mode.segment_bytes is None else [False, True]
-        for kinds in (kinds for inside in forms for kinds in op_lists(stage, Variant(number, mode, inside))):
-            rests = 2 if mode.offload else 1  # after O, or F
-            changes = [change for kind in kinds for change in device_effect(stage, kind, mode)]
+    for mode in range(graph.options[s]):
+        for kinds in graph.chains(s, mode):
+            types = [graph.type_of(kind, s, mode, unit) for kind in kinds]
+            changes = graph.device_bytes[types].ravel().tolist()
+            rests = 1 + max(n for n, kind in enumerate(kinds) if KIND[kind].ascends)  # after O, or F
             left, levels = sum(changes[: 2 * rests]), list(accumulate(changes))
-            before_weight = levels[:-2] if "W" in kinds else levels
-            found.append(Way(number, kinds[:rests], kinds[rests:], left, max(levels), max(before_weight)))
+            before_weight, weight = (levels[:-2], -changes[-1]) if "W" in kinds else (levels, 0)
+            found.append(Way(mode, kinds[:rests], kinds[rests:], left, max(levels), max(before_weight), weight))
     return found
 
 
@@ -104,15 +104,17 @@ def _least_ways(stages: Sequence[Sequence[Way]]) -> list[Way]:
 
 def _with_modes(problem: Problem) -> Orders:
     """Orders of the floor with the modes that need the least memory of each device, within the host's budget."""
+    graph = lower(problem)
+    copied = graph.sizes_bytes["copied"]
     for host in (True, False):
         chosen: dict[tuple[int, int], Way] = {}
         for i in _planned_microbatches(problem):
             for stages in problem.stages_of:
                 places = [(s, unit) for unit in _units_of(problem, i) for s in stages]
-                able = [[way for way in ways(problem.stage_of(*at)) if host or way.forward == ("F",)] for at in places]
+                able = [[way for way in ways(graph, *at) if host or not _copies(way)] for at in places]
                 chosen |= dict(zip(places, _least_ways(able), strict=True))
         if problem.host_memory_bytes is None or problem.host_memory_bytes >= max(
-            sum(_copied_bytes(problem.stage_of(s, u), way) for (s, u), way in chosen.items() if u in units)
+            sum(int(copied[s, way.mode, graph.unit_class[u]]) for (s, u), way in chosen.items() if u in units)
             for units in (_units_of(problem, i) for i in _planned_microbatches(problem))
         ):
             break
@@ -147,9 +149,9 @@ def _for_all(problem: Problem, orders: Orders) -> Orders:
     return orders if planned_all else _repeated(orders, problem.microbatches)
 
 
-def _copied_bytes(stage: Stage, way: Way) -> int:
-    offload = stage.choices[way.mode].offload
-    return offload.bytes if offload else 0
+def _copies(way: Way) -> bool:
+    """True if an activation leaves in a way."""
+    return not {*COPIES}.isdisjoint(way.forward)
 
 
 def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
@@ -173,14 +175,14 @@ def with_statable_peaks(problem: Problem) -> Problem:
 
     A schedule states peaks up to there. Raises InputError where one microbatch alone needs more.
     """
-    counts = np.bincount(problem.unit_class).tolist()
+    counts, graph = np.bincount(problem.unit_class).tolist(), lower(problem)
     beyond = []
     for d, stages in enumerate(problem.stages_of):
         if problem.devices[d].memory_bytes is None:
             most = sum(
-                count * max(way.peak_bytes for way in ways(stage))
+                count * max(way.peak_bytes for way in ways(graph, s, unit))
                 for s in stages
-                for count, stage in zip(counts, problem.unit_stages[s], strict=True)
+                for count, unit in zip(counts, problem.class_units, strict=True)
             )
             beyond += [d] if most > MAX_BYTES else []
     if not beyond:
@@ -203,25 +205,15 @@ def with_statable_peaks(problem: Problem) -> Problem:
 
 def _alone_bytes(problem: Problem, s: int) -> int:
     """The least peak of one microbatch alone on a stage, over all modes, and whether its backward is split or fused."""
-    of_classes = [(stage, ways(stage)) for stage in problem.unit_stages[s]]
-    waiting = [min(way.left_bytes for way in found) for _, found in of_classes]
-    classes = np.unique(problem.unit_class.reshape(-1, problem.slice_count), axis=0).tolist()
+    graph = lower(problem)
+    of_classes = [ways(graph, s, unit) for unit in problem.class_units]
+    waiting = [min(way.left_bytes for way in found) for found in of_classes]
+    classes = np.unique(graph.unit_class.reshape(-1, problem.slice_count), axis=0).tolist()
 
     def least_peak(last: int, before_bytes: int) -> int:
-        stage, found = of_classes[last]
-        weight = stage.backward_weight_bytes + stage.workspace_bytes.W
-        return min(max(way.peak_before_weight_bytes + before_bytes, weight * ("W" in way.backward)) for way in found)
+        return min(max(way.peak_before_weight_bytes + before_bytes, way.weight_bytes) for way in of_classes[last])
 
     return max(least_peak(last, sum(waiting[unit] for unit in before)) for *before, last in classes)
-
-
-def _backward_room_bytes(stage: Stage) -> tuple[int, list[str]]:
-    """Memory of a backward beside the activation, and its ops: split, unless fused needs less or it never splits."""
-    split, fused = (
-        max(accumulate(change for kind in kinds for change in device_effect(stage, kind)))
-        for kinds in (("B", "W"), ("BW",))
-    )
-    return (fused, ["BW"]) if split > fused or not stage.split_backward else (split, ["B", "W"])
 
 
 def _repeated(orders: Orders, microbatches: int) -> Orders:
@@ -255,7 +247,9 @@ class _Serial:
     """
 
     def __init__(self, problem: Problem, budgets: Sequence[int | None], eager: bool = False) -> None:
-        self.problem = problem
+        self.problem, self.graph = problem, lower(problem)
+        self.bytes = self.graph.device_bytes.tolist()
+        self.backwards = [[kinds for _, *kinds in self.graph.chains(s, 0)] for s in range(len(problem.stages))]
         self.budgets = budgets
         self.eager = eager
         self.planned: dict[Op, tuple[float, float]] = {}
@@ -275,19 +269,18 @@ class _Serial:
         return all(self._forward(*at) for at in places) and all(self._backward(*at) for at in reversed(places))
 
     def _forward(self, s: int, i: int) -> bool:
-        stage = self.problem.stage_of(s, i)
-        if not self._make_room(stage.device, stage.activation_bytes + stage.workspace_bytes.F):
+        device = int(self.graph.device[s])
+        if not self._make_room(device, self._changes("F", s, i)[0]):
             return False
         self._run(Op("F", s, i))
-        self.resident[stage.device].append((s, i))
+        self.resident[device].append((s, i))
         if self.eager and self._may_leave(s, i):
             self._offload(s, i)
         return True
 
     def _backward(self, s: int, i: int) -> bool:
-        stage = self.problem.stage_of(s, i)
-        device = stage.device
-        room, kinds = _backward_room_bytes(stage)
+        device = int(self.graph.device[s])
+        room, kinds = self._backward_room(s, i)
         back = self._moved(s, i) if (s, i) in self.away else 0
         if (s, i) in self.resident[device]:
             self.resident[device].remove((s, i))
@@ -300,6 +293,23 @@ class _Serial:
         for kind in kinds:
             self._run(Op(kind, s, i))
         return True
+
+    def _backward_room(self, s: int, i: int) -> tuple[int, Sequence[str]]:
+        """Memory of a backward beside the activation, and its ops: split, unless fused needs less or it never splits.
+
+        None where the stage has F alone.
+        """
+        rooms = [
+            max(accumulate(change for kind in kinds for change in self._changes(kind, s, i)), default=0)
+            for kinds in self.backwards[s]
+        ]
+        return min(zip(rooms, self.backwards[s], strict=True), key=lambda entry: entry[0])
+
+    def _changes(self, kind: str, s: int, i: int) -> list[int]:
+        """Changes of device memory at the start and at the end of an op."""
+        option = int(self.graph.whole_option[s]) if kind in COPIES else 0
+        changes: list[int] = self.bytes[self.graph.type_of(kind, s, option, i)]
+        return changes
 
     def _make_room(self, device: int, needed: int) -> bool:
         """Offload activations of a device, of those that may leave the longest-lived, until `needed` bytes are free."""
@@ -314,21 +324,19 @@ class _Serial:
     def _may_leave(self, s: int, i: int) -> bool:
         """True if the activation can be offloaded and the host has room for it."""
         limit = self.problem.host_memory_bytes
-        if self.problem.stages[s].offload is None:
+        if not self.graph.whole_option[s]:
             return False
         return limit is None or self.on_host_bytes + self._moved(s, i) <= limit
 
     def _moved(self, s: int, i: int) -> int:
-        offload = self.problem.stage_of(s, i).offload
-        return offload.bytes if offload else 0
+        return int(self.graph.sizes_bytes["copied"][s, self.graph.whole_option[s], self.graph.unit_class[i]])
 
     def _offload(self, s: int, i: int) -> None:
-        self.resident[self.problem.stages[s].device].remove((s, i))
+        self.resident[self.graph.device[s]].remove((s, i))
         self.away.add((s, i))
         self.on_host_bytes += self._moved(s, i)
         self._run(Op("O", s, i))
 
     def _run(self, op: Op) -> None:
-        stage = self.problem.stage_of(op.stage, op.microbatch)
         self.planned[op] = (len(self.planned), len(self.planned) + 1)
-        self.memory[stage.device] += sum(device_effect(stage, op.kind))
+        self.memory[self.graph.device[op.stage]] += sum(self._changes(*op))
