@@ -124,6 +124,11 @@ class TaskGraph:
         return [tuple(sorted(chain, key=lambda kind: PASSAGE.index(KIND[kind].duties[0]))) for chain in found]
 
     @cached_property
+    def has_modes(self) -> Bools:
+        """True for each stage whose units may be held in other options than kept, or offloaded whole."""
+        return self.options > 1 + (self.whole_option > 0)
+
+    @cached_property
     def is_trained(self) -> bool:
         """True if every unit does F, B and W on every stage: what bounds and cuts in closed form are proved for."""
         return all(bool(self.duties[duty].all()) for duty in ("F", "B", "W"))
