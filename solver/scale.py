@@ -10,6 +10,7 @@ import numpy as np
 from optpipe.errors import MethodError, ModelTooLargeError
 from optpipe.problem import Problem
 from optpipe.stage import Mode, Offload, Stage
+from optpipe.task_graph import lower
 from solver.variants import variants
 
 
@@ -193,7 +194,7 @@ def _code_bits(problem: Problem) -> int:
 
 
 def handles_states(problem: Problem) -> bool:
-    """True for equal microbatches without modes, and times that are whole ticks."""
-    if problem.has_factors or problem.slice_count > 1 or problem.has_modes:
+    """True for equal microbatches without modes that every stage trains, and times that are whole ticks."""
+    if problem.has_factors or problem.slice_count > 1 or problem.has_modes or not lower(problem).is_trained:
         return False
     return horizon_us(problem, float("inf")) / time_unit_us(problem) < MAX_STEPS

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import gcd
 from typing import NamedTuple, Self
 
 import numpy as np
 
+from optpipe.kinds import CODE, WHOLE_BACKWARD
 from optpipe.problem import Floats, Ints, Problem
-from optpipe.stage import Stage, UnitStage
-from solver.variants import variants
+from optpipe.stage import Stage
+from optpipe.task_graph import lower
 
 
 class Piece(NamedTuple):
@@ -126,23 +126,17 @@ def ended_before(held: Floats | Ints, room: Floats | Ints, order: Ints | Sequenc
 
 
 def usable_bytes(problem: Problem, device: int) -> float:
-    """The device's budget, rounded down to the greatest common divisor of all sizes on it; infinite without one.
+    """The device's budget, rounded down to the greatest common divisor of all changes on it; infinite without one.
 
-    Every level of memory is a sum of such sizes, so nothing that keeps the budget exceeds this.
+    Every level of memory is a sum of such changes, so nothing that keeps the budget exceeds this.
     """
     budget = problem.devices[device].memory_bytes
     if budget is None:
         return float("inf")
-    divisor = 0
-    for stage in (of_class for s in problem.stages_of[device] for of_class in problem.unit_stages[s]):
-        work = stage.workspace_bytes
-        divisor = gcd(divisor, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW)
-        if isinstance(stage, UnitStage):
-            divisor = gcd(divisor, stage.gradients_taken_bytes, stage.gradients_freed_bytes)
-        for way in variants(stage):
-            mode = way.mode
-            sizes = (mode.kept_bytes, mode.forward_workspace_bytes, mode.workspace_bytes, way.moved_bytes)
-            divisor = gcd(divisor, way.backward_bytes, *sizes)
+    graph = lower(problem)
+    there = ~np.isnan(graph.duration_us).reshape(graph.shape)[:, list(problem.stages_of[device])]
+    changes = graph.device_bytes.reshape(*graph.shape, 2)[:, list(problem.stages_of[device])]
+    divisor = int(np.gcd.reduce(changes[there], axis=None))
     return budget - budget % divisor if divisor else budget
 
 
@@ -262,19 +256,20 @@ def fusing_may_help(problem: Problem, s: int) -> bool:
     holds less than the activation, and maybe less than what B leaves. Where W of units differ, it matters which is
     first: B(i) BW(j) W(i) runs W of j before that of i, as no B and W in order do.
     """
-    if not problem.stages[s].split_backward:
-        return True
-    weights = {
-        (stage.backward_weight_us, stage.backward_weight_bytes, stage.workspace_bytes.W)
-        for stage in problem.unit_stages[s]
-    }
-    if len(weights) > 1:  # a fused backward may overtake a W that is longer, or frees less, than its own
-        return True
-    if problem.devices[problem.stages[s].device].memory_bytes is None:
+    graph = lower(problem)
+    if not graph.duties["B"][s].any():
         return False
-    for stage in problem.unit_stages[s]:
-        work, left = stage.workspace_bytes, stage.backward_weight_bytes
-        held = {variant.backward_bytes for variant in variants(stage)}
-        if any(max(size + work.B, left, left + work.W) > size + work.BW for size in held):
+    weight = graph.type_of("W", s, 0, 0) + np.arange(graph.shape[3])
+    costs = np.column_stack([graph.duration_us[weight], graph.device_bytes[weight]])
+    # A fused backward may overtake a W that is longer, or frees less, than its own.
+    if not graph.splits[s] or (costs != costs[0]).any():
+        return True
+    if problem.devices[graph.device[s]].memory_bytes is None:
+        return False
+    changes = graph.device_bytes.reshape(*graph.shape, 2)[:, s]
+    for half, whole in WHOLE_BACKWARD.items():
+        options = [option for option in range(graph.options[s]) if graph.has(half, s, option)]
+        parts = np.concatenate([changes[CODE[half], options], changes[CODE["W"], options, :, :1]], axis=-1)
+        if (np.cumsum(parts, axis=-1).max(axis=-1) > changes[CODE[whole], options, :, 0]).any():
             return True
     return False

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 
-from optpipe.problem import Problem
+import numpy as np
+
+from optpipe.kinds import CODE, COPIES
+from optpipe.problem import Floats, Problem
+from optpipe.task_graph import lower
 from solver.bounds.device import longest_chain_us
 from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
 from solver.bounds.modes import mode_bounds_us
 from solver.bounds.shared_channel import shared_channel_bounds_us
 from solver.bounds.unit_costs import UnitCosts
-from solver.bounds.unit_order import MOST_RELEASE_NODES, ordered_bounds_us
+from solver.bounds.unit_order import MOST_RELEASE_NODES, from_stage, ordered_bounds_us
 from solver.bounds.units import unit_bounds_us, unit_device_bounds_us
 from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 from solver.bounds.whole_forwards import whole_forwards_bound_us
@@ -42,7 +46,10 @@ def lower_bounds_us(problem: Problem, without: Set[str] = frozenset()) -> dict[s
     modes. With budgets there are both in one (`solver.bounds.modes`).
     Where microbatches have costs or slices of their own `solver.bounds.units` has all of these in its own terms. What
     it says of the order of units counts for equal microbatches as well, up to `MOST_RELEASE_NODES`.
+    All of these are of F, B and W: where the first stages have F alone, of the stages behind them.
     """
+    if not lower(problem).is_trained:
+        return _kept(_partly_trained_bounds_us(problem, without), without)
     if problem.has_factors or problem.slice_count > 1:
         return _kept(unit_bounds_us(problem), without)
     if problem.has_modes:
@@ -65,6 +72,54 @@ def _kept(bounds_us: dict[str, float], without: Set[str]) -> dict[str, float]:
     return {name: float(bound_us) for name, bound_us in bounds_us.items() if name not in without}
 
 
+def _partly_trained_bounds_us(problem: Problem, without: Set[str]) -> dict[str, float]:
+    """Bounds where not every stage does F, B and W: the work of each device, and what the last stages need that do.
+
+    Every op of these comes after F of the stages before them.
+    """
+    graph = lower(problem)
+    bounds = {"unit-device": max(_work_bounds_us(problem))}
+    trained = graph.duties["B"][:, 0]
+    behind = from_stage(problem, int(np.argmax(trained)))
+    if trained.any() and lower(behind).is_trained:
+        head_us = _heads_us(problem)[np.argmax(trained)]
+        for name, bound_us in lower_bounds_us(behind, without).items():
+            bounds[name] = max(bounds.get(name, 0.0), head_us + bound_us)
+    return bounds
+
+
+def _work_bounds_us(problem: Problem) -> Sequence[float]:
+    """For each device that has stages the least time of its compute ops, after F of the stages before, for a makespan.
+
+    Units of a stage take the chain of ops that takes least.
+    """
+    graph = lower(problem)
+    counts = np.bincount(graph.unit_class)
+    us = graph.duration_us.reshape(graph.shape)
+    least_us = np.array(
+        [
+            np.min(
+                [
+                    us[[CODE[kind] for kind in chain if kind not in COPIES], s, option].sum(axis=0)
+                    for option in range(graph.options[s])
+                    for chain in graph.chains(s, option)
+                ],
+                axis=0,
+            )
+            @ counts
+            for s in range(len(problem.stages))
+        ]
+    )
+    heads_us = _heads_us(problem)
+    return [float(heads_us[own[0]] + least_us[list(own)].sum()) for own in problem.stages_of if own]
+
+
+def _heads_us(problem: Problem) -> Floats:
+    """The least time before F of each stage: that of F on the stages before, for a makespan; 0 for spans."""
+    heads_us = UnitCosts.of(problem).heads_us.min(axis=1)
+    return heads_us if problem.objective == "makespan" else np.zeros_like(heads_us)
+
+
 def _order_bound_us(problem: Problem) -> float:
     """Bound by the chain of order and memory over all devices, for equal microbatches; 0 where they are too many."""
     if 2 * len(problem.stages) * problem.microbatches > MOST_RELEASE_NODES:
@@ -83,6 +138,8 @@ _DEVICE_BOUNDS: dict[str, Callable[[Problem], Sequence[float]]] = {
 
 def device_bounds_us(problem: Problem) -> Sequence[float]:
     """The best bound from each device that has stages."""
+    if not lower(problem).is_trained:
+        return _work_bounds_us(problem)
     if problem.has_factors or problem.slice_count > 1:
         return unit_device_bounds_us(problem)
     return [max(bounds) for bounds in zip(*(bounds(problem) for bounds in _DEVICE_BOUNDS.values()), strict=True)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
+from optpipe.kinds import CODE
 from optpipe.problem import Floats, Problem
-from optpipe.stage import Stage, UnitStage
-from solver.variants import variants
+from optpipe.task_graph import TaskGraph, lower
 
 LARGEST_SUM = 2.0**53
 """Bytes up to which sums in floats are exact; where all units of a device hold more, its budget is left out."""
@@ -21,11 +22,11 @@ LARGEST_SUM = 2.0**53
 class UnitCosts:
     """Costs of every unit on every stage: arrays (stages, units), times in us, sizes in bytes.
 
-    A stage that cannot split its backward has all of it in `backward`. `whole` is what an activation holds between F
-    and B while it is not away, `staying` what never leaves of it, in any mode; `beside` what F needs beyond `whole`;
-    `left` what W still holds; `gradients` those of a slice's keys and values. `to_top` is the longest time from the
-    start of F to the end of F of the microbatch's last slice on the last stage, `from_top` that from there to the start
-    of B.
+    A stage that cannot split its backward has all of it in `backward`; one that has none has zeros. `whole` is what an
+    activation holds between F and B while it is not away, `staying` what never leaves of it, in any mode; `beside` what
+    F needs beyond `whole`; `at_backward` the least that is there when B has started; `left` what W still holds;
+    `gradients` those of a slice's keys and values. `to_top` is the longest time from the start of F to the end of F of
+    the microbatch's last slice on the last stage, `from_top` that from there to the start of B.
     """
 
     problem: Problem
@@ -37,6 +38,7 @@ class UnitCosts:
     whole: Floats
     staying: Floats
     beside: Floats
+    at_backward: Floats
     left: Floats
     gradients: Floats
     to_top: Floats
@@ -45,9 +47,8 @@ class UnitCosts:
     @classmethod
     def of(cls, problem: Problem) -> Self:
         """Costs of each class of units, and by them of each unit."""
-        classes = problem.unit_class
-        table = np.array([[_costs(stage) for stage in of_classes] for of_classes in problem.unit_stages], np.float64)
-        costs = list(np.moveaxis(table, 2, 0)[:, :, classes])
+        graph = lower(problem)
+        costs = [values.astype(np.float64)[:, graph.unit_class] for values in _costs(graph)]
         costs += _paths(problem, costs[0], costs[1])
         return cls(problem, *costs)
 
@@ -72,34 +73,38 @@ class UnitCosts:
         return tails
 
     def _delays_us(self, direction: str) -> Floats:
-        return self.by_slice(self.problem.unit_delays_us[direction])[:, :, 0]
+        return self.by_slice(lower(self.problem).delays_us[direction])[:, :, 0]
 
     def by_slice(self, values: Floats) -> Floats:
         """An array (stages, units) as one of (stages, microbatches, slices)."""
         return values.reshape(len(values), self.problem.microbatches, self.problem.slice_count)
 
 
-def _costs(stage: Stage) -> Sequence[float]:
-    """The costs of a class of units on a stage, the least of any mode, in the order of `UnitCosts`."""
-    backward, weight, left = stage.backward_input_us, stage.backward_weight_us, stage.backward_weight_bytes
-    if not stage.split_backward:
-        backward, weight, left = backward + weight, 0, 0
-    ways = variants(stage)
-    waiting = min(way.waiting_bytes for way in ways)
-    whole = waiting if stage.modes else stage.activation_bytes
-    started = min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways) + stage.workspace_bytes.F
-    copies = stage.offload if stage.offload and not stage.modes else None
+def _costs(graph: TaskGraph) -> Sequence[NDArray[Any]]:
+    """Costs of each stage and class of units, the least of any option, in the order of `UnitCosts`; 0 of no op."""
+    times, sizes = {name: np.nan_to_num(us) for name, us in graph.times_us.items()}, graph.sizes_bytes
+    backward, weight = times["backward_input"][:, 0], times["backward_weight"][:, 0]
+    splits = graph.splits[:, None]
+    there = ~np.isnan(graph.duration_us).reshape(graph.shape)
+    changes = np.where(there[..., None], graph.device_bytes.reshape(*graph.shape, 2), 0)
+    forward, backward_started, again, inside = (changes[CODE[kind]] for kind in ("F", "B", "C", "CB"))
+    started, kept = forward[..., 0].min(axis=1), forward.sum(axis=-1)
+    ahead = kept + again.sum(axis=-1) + backward_started[..., 0]
+    least = np.where(there[CODE["CB"]], np.minimum(ahead, kept + inside[..., 0]), ahead).min(axis=1)
+    waiting = (kept - sizes["copied"]).min(axis=1)
+    stages, has_modes = np.arange(len(kept)), graph.has_modes[:, None]
+    whole = np.where(has_modes, waiting, kept[:, 0])
     return (
-        stage.forward_us,
-        backward,
-        weight,
-        copies.offload_us if copies else 0,
-        copies.reload_us if copies else 0,
+        times["forward"][:, 0],
+        np.where(splits, backward, backward + weight),
+        np.where(splits, weight, 0),
+        *(np.where(has_modes, 0, times[copy][stages, graph.whole_option]) for copy in ("offload", "reload")),
         whole,
         waiting,
         started - whole,
-        left,
-        stage.gradients_freed_bytes if isinstance(stage, UnitStage) else 0,
+        np.maximum(least, sizes["backward_weight"][:, 0]),
+        np.where(splits, sizes["backward_weight"][:, 0], 0),
+        sizes["gradients_freed"][:, 0],
     )
 
 
@@ -110,7 +115,7 @@ def _paths(problem: Problem, forward: Floats, backward: Floats) -> tuple[Floats,
     """
     shape = len(problem.stages), problem.microbatches, problem.slice_count
     f, b = forward.reshape(shape), backward.reshape(shape)
-    delays = {way: us.reshape(len(us), *shape[1:]) for way, us in problem.unit_delays_us.items()}
+    delays = {way: us.reshape(len(us), *shape[1:]) for way, us in lower(problem).delays_us.items()}
     to_top, from_top = f.copy(), np.zeros(shape)
     for s in reversed(range(shape[0])):
         for q in reversed(range(shape[2])):

@@ -14,22 +14,9 @@ import numpy as np
 
 from optpipe.ops import Op
 from optpipe.problem import Problem
-from optpipe.stage import Stage
+from optpipe.task_graph import lower
 from solver.bounds.device import ended_before, fusing_may_help, usable_bytes
-from solver.variants import variants
-
-
-def least_held_bytes(stage: Stage) -> int:
-    """Bytes of an activation that are on the device between F and B in any variant, whatever leaves it."""
-    return min(way.waiting_bytes for way in variants(stage))
-
-
-def least_started_bytes(stage: Stage, kind: str) -> int:
-    """Bytes of an activation and beside it that are there at the least when F or B of a microbatch has started."""
-    work, ways = stage.workspace_bytes, variants(stage)
-    if kind == "F":
-        return min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways) + work.F
-    return max(min(way.backward_bytes for way in ways) + work.B, stage.backward_weight_bytes)
+from solver.bounds.unit_costs import UnitCosts
 
 
 def devices_with_budgets(problem: Problem) -> Iterator[tuple[Sequence[int], int]]:
@@ -44,8 +31,9 @@ def devices_with_order_literals(problem: Problem) -> Iterator[tuple[Sequence[int
 
     Measured, literals for what waits to be recomputed slow proofs down more often than not.
     """
+    graph = lower(problem)
     for numbers, budget in devices_with_budgets(problem):
-        if not any(problem.stages[s].modes for s in numbers):
+        if not graph.has_modes[list(numbers)].any():
             yield numbers, budget
 
 
@@ -79,43 +67,45 @@ def memory_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
 
     With slices or unequal units, in their given order, the first kind alone, with the sizes of each.
     """
-    if problem.has_factors or problem.slice_count > 1:
-        if not problem.has_free_order:
-            yield from _unit_precedences(problem)
+    if not lower(problem).is_trained or problem.has_free_order:
         return
+    costs = UnitCosts.of(problem)
+    if problem.has_factors or problem.slice_count > 1:
+        yield from _unit_precedences(costs)
+        return
+    sizes = costs.staying, costs.whole + costs.beside, costs.at_backward, costs.left
+    staying, started, at_backward, left = (of_unit[:, 0].astype(np.int64).tolist() for of_unit in sizes)
     for numbers, budget in devices_with_budgets(problem):
-        stages = [problem.stages[s] for s in numbers]
-        held = list(accumulate(map(least_held_bytes, stages)))
-        for k, (s, stage) in enumerate(zip(numbers, stages, strict=True)):
-            before = held[k] - least_held_bytes(stage)
-            kinds = "F" if fusing_may_help(problem, s) else "FB"
-            rooms = {kind: budget - before - least_started_bytes(stage, kind) for kind in kinds}
+        held = list(accumulate(staying[s] for s in numbers))
+        for k, s in enumerate(numbers):
+            before = held[k] - staying[s]
+            rooms = {"F": budget - before - started[s]}
+            if not fusing_may_help(problem, s):
+                rooms["B"] = budget - before - at_backward[s]
             for kind, room in rooms.items():
                 for t, held_bytes in zip(numbers[: k + 1], held, strict=False):
                     yield from _apart(problem, Op(kind, s, 0), t, room, held_bytes)
                 if kind == "F":
-                    for u, other in zip(numbers, stages, strict=True):
-                        least = min(held[0], other.backward_weight_bytes)
+                    for u in numbers:
                         if not fusing_may_help(problem, u):
+                            least = min(held[0], left[u])
                             yield from _released_first(problem, Op("F", s, 0), Op("W", u, 0), room, least)
 
 
-def _unit_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
+def _unit_precedences(costs: UnitCosts) -> Iterator[tuple[Op, Op]]:
     """Backwards, and W, that have ended when an F starts: the first of their order, until the others fit beside it."""
-    order, classes = problem.units_in_order("B"), problem.unit_class
-    first = np.arange(problem.units) // problem.slice_count * problem.slice_count
+    problem = costs.problem
+    order, first = problem.units_in_order("B"), np.arange(problem.units) // problem.slice_count * problem.slice_count
     for numbers, budget in devices_with_budgets(problem):
-        of_stage = [problem.unit_stages[s] for s in numbers]
-        held = np.cumsum([[least_held_bytes(stage) for stage in of_classes] for of_classes in of_stage], axis=0)
-        left = np.array([[stage.backward_weight_bytes for stage in of_classes] for of_classes in of_stage])
+        held = np.cumsum(costs.staying[list(numbers)], axis=0)
         for k, s in enumerate(numbers):
-            own = np.array([least_started_bytes(stage, "F") for stage in of_stage[k]]) + (held[k - 1] if k else 0)
+            own = costs.whole[s] + costs.beside[s] + (held[k - 1] if k else 0)
             releases = [("B", t, held[j]) for j, t in enumerate(numbers[: k + 1])]
             releases += [
-                ("W", u, np.minimum(held[0], left[j])) for j, u in enumerate(numbers) if not fusing_may_help(problem, u)
+                ("W", u, np.minimum(held[0], costs.left[u])) for u in numbers if not fusing_may_help(problem, u)
             ]
             for kind, t, sizes in releases:
-                counts = ended_before(sizes[classes], budget - own[classes], order)
+                counts = ended_before(sizes, budget - own, order)
                 # Only the first F that asks for one more; and none that waits for what waits for it.
                 for x in np.flatnonzero((np.diff(counts, prepend=0) > 0) & (counts <= first)).tolist():
                     yield Op(kind, t, int(order[counts[x] - 1])), Op("F", s, x)

@@ -21,6 +21,7 @@ from numba import njit
 from optpipe.ops import Bools, Ints
 from optpipe.problem import Problem
 from optpipe.stage import exact
+from optpipe.task_graph import lower
 from solver.bounds.device import usable_bytes
 from solver.bounds.unit_costs import UnitCosts
 
@@ -261,7 +262,8 @@ MOST_COMPARED = 500
 
 def build_tables(problem: Problem, unit_us: Fraction) -> Tables:
     """Costs by op and by number of ops done, in ticks of `unit_us`."""
-    stages, ops, devices = problem.stages, 2 * len(problem.stages), len(problem.devices)
+    home = lower(problem).device.tolist()
+    stages, ops, devices = len(home), 2 * len(home), len(problem.devices)
 
     def ticks(times_us: Iterable[float]) -> Ints:
         return np.array([int(exact(time_us) / unit_us) for time_us in times_us], np.int64)
@@ -271,23 +273,22 @@ def build_tables(problem: Problem, unit_us: Fraction) -> Tables:
     whole, staying, beside, left = (of_unit[:, 0].astype(np.int64) for of_unit in sizes)
     forward, backward, weight = (ticks(us[:, 0].tolist()) for us in (costs.forward, costs.backward, costs.weight))
     pending = np.minimum(whole, left)
-    way = [*range(len(stages)), *reversed(range(len(stages)))]
-    device = np.array([stages[s].device for s in way], np.int64)
+    device = np.array([*home, *reversed(home)], np.int64)
     length = np.concatenate([forward, backward[::-1]])
     needed = np.full(ops, -NEVER // 2, np.int64)
-    for s, stage in enumerate(stages):
-        budget = usable_bytes(problem, stage.device)
+    for s in range(stages):
+        budget = usable_bytes(problem, home[s])
         if budget < float("inf"):
             needed[s] = whole[s] + beside[s] - int(budget)
     by_done = [np.zeros((ops + 1, devices), np.int64) for _ in range(3)]
     held, weights, to_run = by_done
     for k in range(ops + 1):
-        for s, stage in enumerate(stages):
+        for s, d in enumerate(home):
             if k >= ops - s:
-                held[k, stage.device] += pending[s]
-                weights[k, stage.device] += weight[s]
+                held[k, d] += pending[s]
+                weights[k, d] += weight[s]
             elif k > s:
-                held[k, stage.device] += staying[s]
+                held[k, d] += staying[s]
         np.add.at(to_run[k], device[k:], length[k:])
     ranked = [
         sorted((s for s in numbers if pending[s]), key=lambda s: weight[s] / pending[s])

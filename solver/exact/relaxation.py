@@ -16,7 +16,8 @@ from optpipe.fields import MAX_FACTOR, MAX_TIME_US
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import DirectedTransfer, MicrobatchFactors, Problem
 from optpipe.simulate import Simulation, simulate
-from optpipe.stage import Stage, exact
+from optpipe.stage import exact
+from optpipe.task_graph import lower
 from solver.bounds.lower_bound import device_bounds_us, lower_bound_us
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import preemptive_us
@@ -195,15 +196,17 @@ def _least_delays(problem: Problem, before: int, after: int, direction: str) -> 
         time = exact(_forward_factor(own[i]))
         if time:
             sums = [exact(float(delays_us[s, unit])) for s in range(before, after)]
-            sums += [exact(_passing_us(problem.stage_of(s, unit), direction)) for s in between]
+            sums += [exact(_passing_us(problem, s, unit, direction)) for s in between]
             delay, known = sum(sums, Fraction(0)) / time, least[q]
             least[q] = delay if known is None else min(delay, known)
     return [delay or Fraction(0) for delay in least]
 
 
-def _passing_us(stage: Stage, direction: str) -> float:
-    """The least time that an activation, or a gradient, takes to pass a stage."""
-    return stage.duration_us("F" if direction == "forward" else "B" if stage.split_backward else "BW")
+def _passing_us(problem: Problem, s: int, unit: int, direction: str) -> float:
+    """The least time that an activation, or a gradient, takes to pass a stage; 0 if none does."""
+    graph = lower(problem)
+    kind = "F" if direction == "forward" else "B" if graph.splits[s] else "BW"
+    return float(np.nan_to_num(graph.duration_us[graph.type_of(kind, s, 0, unit)]))
 
 
 def _rounded_down(value: Fraction) -> float:
@@ -229,9 +232,9 @@ def restricted(orders: Orders, kept: Sequence[int]) -> Orders:
 
 def _delay(problem: Problem, before: int, after: int) -> dict[str, float]:
     """Delays between two stages and times of the ops of the stages between them, forward and backward."""
-    between = problem.stages[before + 1 : after]
-    activations = [*problem.forward_delay_us[before:after], *(_passing_us(stage, "forward") for stage in between)]
-    gradients = [*problem.backward_delay_us[before:after], *(_passing_us(stage, "backward") for stage in between)]
+    between = range(before + 1, after)
+    activations = [*problem.forward_delay_us[before:after], *(_passing_us(problem, s, 0, "forward") for s in between)]
+    gradients = [*problem.backward_delay_us[before:after], *(_passing_us(problem, s, 0, "backward") for s in between)]
     return {"forward": _sum_us(activations), "backward": _sum_us(gradients)}
 
 
@@ -328,11 +331,14 @@ def _largest(problem: Problem) -> Problem:
 
 def _connected(problem: Problem, devices: Collection[int]) -> Sequence[int]:
     """The stages of `devices`, both ends of the pipeline, and one stage wherever two of one device would meet."""
-    stages = problem.stages
-    wanted = [s for s, stage in enumerate(stages) if stage.device in devices]
-    kept = sorted({0, *wanted, len(stages) - 1})
+    device = lower(problem).device.tolist()
+    wanted = [s for s, own in enumerate(device) if own in devices]
+    kept = sorted({0, *wanted, len(device) - 1})
+    passing_us = [
+        sum(_passing_us(problem, s, 0, direction) for direction in ("forward", "backward")) for s in range(len(device))
+    ]
     for before, after in list(pairwise(kept)):
-        if after > before + 1 and stages[before].device == stages[after].device:
+        if after > before + 1 and device[before] == device[after]:
             # The longest of the stages between: kept instead of turned into delay, it loses the least of the bound.
-            kept.append(max(range(before + 1, after), key=lambda s: stages[s].forward_us + stages[s].backward_input_us))
+            kept.append(max(range(before + 1, after), key=passing_us.__getitem__))
     return sorted(kept)

@@ -21,12 +21,13 @@ from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from optpipe.kinds import KIND, needs_of
 from optpipe.ops import Op
 from optpipe.problem import Problem
-from optpipe.stage import Stage
 from optpipe.task_graph import lower
-from solver.variants import variants
+from solver.bounds.unit_costs import UnitCosts
 
 
 class State(NamedTuple):
@@ -51,11 +52,15 @@ def least_work_around(problem: Problem, length: Callable[[str, int], float]) -> 
     they keep their order within each op type of a stage. One op runs at a time, so all others have ended or not begun.
     What the microbatches hold in such states, and what the op itself takes, is within the budget.
     """
+    costs = UnitCosts.of(problem)
+    of_units = costs.whole + costs.beside, costs.at_backward, costs.staying
+    sizes = [of_unit[:, 0].astype(np.int64).tolist() for of_unit in of_units]
+    sizes.append(lower(problem).sizes_bytes["backward_weight"][:, 0, 0].tolist())
     for d, stages in enumerate(problem.stages_of):
         budget = problem.devices[d].memory_bytes
         if stages and budget is not None:
-            times = ([length(kind, s) for s in stages] for kind in "FBW")
-            path = DevicePath([problem.stages[s] for s in stages], *times)
+            forward, backward, weight = ([length(kind, s) for s in stages] for kind in "FBW")
+            path = DevicePath(forward, backward, weight, *([of_stage[s] for s in stages] for of_stage in sizes))
             for (position, s), kind in product(enumerate(stages), "FB"):
                 room = budget - path.taken(kind, position)
                 step = path.step(kind, position)
@@ -67,17 +72,23 @@ def least_work_around(problem: Problem, length: Callable[[str, int], float]) -> 
 
 @dataclass(frozen=True)
 class DevicePath:
-    """The F and B that a microbatch runs on one device: `stages` lowest first, with the times of their F, B and W.
+    """The F and B that a microbatch runs on one device, by stage, the lowest first.
+
+    `forward`, `backward` and `weight` are times of F, B and W; `started` and `at_backward` the least bytes that are
+    there when F and when B have started, `waiting` those in between, `left` those from B to W.
 
     A step is the number of F and B done, from 0 to twice the number of stages. Between F and B an activation counts as
     the least that any variant leaves on the device, and recomputation takes no time. That relaxes the budget and the
     work, and so keeps both bounds valid.
     """
 
-    stages: Sequence[Stage]
     forward: Sequence[float]
     backward: Sequence[float]
     weight: Sequence[float]
+    started: Sequence[int]
+    at_backward: Sequence[int]
+    waiting: Sequence[int]
+    left: Sequence[int]
 
     @property
     def work(self) -> float:
@@ -86,16 +97,11 @@ class DevicePath:
 
     def step(self, kind: str, position: int) -> int:
         """The number of F and B done before F or B of the stage at `position`."""
-        return position if kind == "F" else 2 * len(self.stages) - 1 - position
+        return position if kind == "F" else 2 * len(self.forward) - 1 - position
 
     def taken(self, kind: str, position: int) -> int:
         """Bytes that the op needs at once: its own, or what it leaves if that is more; for B all that came back."""
-        stage, ways = self.stages[position], variants(self.stages[position])
-        if kind == "F":
-            least = min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways)
-            return least + stage.workspace_bytes.F
-        backward = min(way.backward_bytes for way in ways) + stage.workspace_bytes.B
-        return max(backward, stage.backward_weight_bytes) - _waiting_bytes(stage)
+        return self.started[position] if kind == "F" else self.at_backward[position] - self.waiting[position]
 
     def least_done(self, step: int, count: int, room: float) -> float:
         """The least work done when one microbatch begins `step` and `count` before it have taken it.
@@ -109,7 +115,7 @@ class DevicePath:
         least = State(0, 0)
         pieces: list[State] = []
         for copies, hull in (
-            (count, self._lower_hull(step + 1, 2 * len(self.stages))),
+            (count, self._lower_hull(step + 1, 2 * len(self.forward))),
             (1, self._lower_hull(step, step)),
         ):
             least = State(least.work + copies * hull[0].work, least.bytes + copies * hull[0].bytes)
@@ -139,33 +145,25 @@ class DevicePath:
 
     def _done(self, step: int) -> State:
         """After `step` ops of F and B, with every W done that can be."""
-        n = len(self.stages)
+        n = len(self.forward)
         backwards = range(2 * n - step, n) if step > n else range(0)
         work = sum(self.forward[:step]) + sum(self.backward[k] + self.weight[k] for k in backwards)
-        in_flight = self.stages[: step if step <= n else 2 * n - step]
-        return State(work, sum(map(_waiting_bytes, in_flight)))
+        return State(work, sum(self.waiting[: step if step <= n else 2 * n - step]))
 
     def _lower_hull(self, first: int, last: int) -> Sequence[State]:
         """The least work for the bytes held, over steps from `first` to `last`; most bytes first."""
-        n = len(self.stages)
+        n = len(self.forward)
         states = []
         for step in range(first, last + 1):
             done = self._done(step)
             # Of the W that may be put off, those first that save most work for the bytes they keep: as along a hull,
             # no other choice of them lies below.
-            late = [
-                State(self.weight[k], self.stages[k].backward_weight_bytes) for k in range(2 * n - step, n) if step > n
-            ]
+            late = [State(self.weight[k], self.left[k]) for k in range(2 * n - step, n) if step > n]
             late.sort(key=lambda piece: piece.work / piece.bytes if piece.bytes else inf, reverse=True)
             states.append(done)
             for work, size in accumulate(late, lambda a, b: State(a.work + b.work, a.bytes + b.bytes)):
                 states.append(State(done.work - work, done.bytes + size))
         return _lower_hull(states)
-
-
-def _waiting_bytes(stage: Stage) -> int:
-    """The least that an activation takes on its device between F and B, in any variant."""
-    return min(way.waiting_bytes for way in variants(stage))
 
 
 def _lower_hull(states: Iterable[State]) -> list[State]:
@@ -241,13 +239,12 @@ def like_weights(problem: Problem, fusing: Collection[int] = ()) -> Iterator[Seq
 
     Stages that have fused backwards (`fusing`) are left out: their W cannot change places with others.
     """
+    graph = lower(problem)
     for stages in problem.stages_of:
         groups = defaultdict(list)
-        for s in (s for s in stages if s not in fusing):
-            costs = {
-                (stage.backward_weight_us, stage.backward_weight_bytes, stage.workspace_bytes.W)
-                for stage in problem.unit_stages[s]
-            }
+        for s in (s for s in stages if s not in fusing and graph.duties["W"][s].all()):
+            types = graph.type_of("W", s, 0, 0) + np.arange(graph.shape[3])
+            costs = {*zip(graph.duration_us[types].tolist(), *graph.device_bytes[types].T.tolist(), strict=True)}
             if len(costs) == 1:  # else those of one stage differ already
                 groups[costs.pop()].append(s)
         yield from groups.values()

@@ -15,6 +15,7 @@ import numpy as np
 from optpipe.ops import Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.stage import exact
+from optpipe.task_graph import lower
 from solver.bounds.lower_bound import lower_bound_us
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import op_times
@@ -55,7 +56,9 @@ class Dolls:
         self.problem, self.limits = problem, limits
         self.unit_us = time_unit_us(whole or problem)  # of all ops: tails are those of the whole
         self.tables = build_tables(problem, self.unit_us)
-        self.weight_ticks = [int(exact(stage.backward_weight_us) / self.unit_us) for stage in problem.stages]
+        self.graph = lower(problem)
+        weights_us = self.graph.times_us["backward_weight"][:, 0, 0].tolist()
+        self.weight_ticks = [int(exact(time_us) / self.unit_us) for time_us in weights_us]
         self.tails = self._tails(problem)
         if whole is not None and self.tails is not None and (tails := self._tails(whole)) is not None:
             rows = [*kept, *(len(tails) - 1 - s for s in reversed(kept))]
@@ -200,8 +203,8 @@ class Dolls:
             k = ran[i]
             ran[i] += 1
             s = k if k < stages else 2 * stages - 1 - k
-            backward = "B" if problem.stages[s].split_backward else "BW"
-            op, d = Op("F" if k < stages else backward, s, i), problem.stages[s].device
+            backward = "B" if self.graph.splits[s] else "BW"
+            op, d = Op("F" if k < stages else backward, s, i), int(self.graph.device[s])
             run_weights(d, start)
             free[d] = start + int(self.tables.length[k])
             planned[op] = start, free[d]
@@ -235,5 +238,5 @@ class Dolls:
                 weights[d] = self.tables.weights[len(length), d] * count
                 last_tail[d] = tail[len(length) - 1 - numbers[0], -1]
         spans = problem.objective == "device_span"
-        counted = np.array([not spans or d == problem.stages[0].device for d in range(len(problem.devices))])
+        counted = np.array([not spans or d == self.graph.device[0] for d in range(len(problem.devices))])
         return Ends(tail, last_tail, weights, counted)

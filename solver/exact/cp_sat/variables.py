@@ -121,15 +121,14 @@ class Variables:
     def add_all(self) -> None:
         """Every op of the problem."""
         for s, passes in enumerate(self.passes):
-            entries = forms(self.graph, s)
-            has_modes = self.graph.options[s] > 1 + (self.graph.whole_option[s] > 0)
+            entries, may_fuse = forms(self.graph, s), fusing_may_help(self.problem, s)
             for i in range(self.problem.units):
                 for kind in passes:
                     self.add_task(Op(kind, s, i), None)
-                if "B" in passes and fusing_may_help(self.problem, s):
+                if may_fuse:
                     fused = self.model.new_bool_var(f"fused{s}.{i}")
                     self.fused[s, i] = fused if self.graph.splits[s] else self.model.new_constant(1)
-                if has_modes:
+                if self.graph.has_modes[s]:
                     self._add_ways(s, i, entries)
                 elif len(entries) > 1:
                     leaves = self.leaves[s, i] = self.model.new_bool_var(f"leaves{s}.{i}")
