@@ -92,6 +92,7 @@ def _costs(graph: TaskGraph) -> Sequence[NDArray[Any]]:
     ahead = kept + again.sum(axis=-1) + backward_started[..., 0]
     least = np.where(there[CODE["CB"]], np.minimum(ahead, kept + inside[..., 0]), ahead).min(axis=1)
     waiting = (kept - sizes["copied"]).min(axis=1)
+    left = np.where(there[CODE["W"], :, 0], sizes["backward_weight"][:, 0], 0)
     stages, has_modes = np.arange(len(kept)), graph.has_modes[:, None]
     whole = np.where(has_modes, waiting, kept[:, 0])
     return (
@@ -102,8 +103,8 @@ def _costs(graph: TaskGraph) -> Sequence[NDArray[Any]]:
         whole,
         waiting,
         started - whole,
-        np.maximum(least, sizes["backward_weight"][:, 0]),
-        np.where(splits, sizes["backward_weight"][:, 0], 0),
+        np.maximum(least, left),
+        np.where(splits, left, 0),
         sizes["gradients_freed"][:, 0],
     )
 
