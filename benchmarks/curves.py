@@ -55,7 +55,7 @@ class MemoryChart:
 
 
 def draw_bubble_over_memory(chart: MemoryChart, path: Path, title: str) -> None:
-    """Draw a chart to a .png, .svg or .html file. Raises InputError for another suffix, or without lines."""
+    """Draw a chart to a .png, .svg, .pdf or .html file. Raises InputError for another suffix, or without lines."""
     picture_format = format_of(path)
     if not chart.lines:
         raise InputError([Issue("lines", "empty", "is empty. Maybe no pattern fits the budgets.")])
@@ -114,7 +114,7 @@ class SizeChart:
 
 
 def draw_seconds_by_size(charts: Sequence[SizeChart], path: Path, title: str) -> None:
-    """Draw the charts to a .png, .svg or .html file. Raises InputError for another suffix, or without lines."""
+    """Draw the charts to a .png, .svg, .pdf or .html file. Raises InputError for another suffix, or without lines."""
     picture_format = format_of(path)
     if not any(chart.lines for chart in charts):
         raise InputError([Issue("charts", "empty", "is without lines. Maybe no schedule was found.")])

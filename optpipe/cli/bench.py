@@ -77,7 +77,7 @@ def command(
     ] = None,
     record: Annotated[bool, typer.Option("--record", help="Write better results to the suite file.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --record: write worse results too.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw value over time (png, svg, html).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw value over time (png, svg, pdf, html).")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Solve a suite of regression instances and compare value, bound and seconds with the recorded ones.

@@ -146,6 +146,33 @@ def parse_size(text: str) -> int:
     return size
 
 
+_WIDTH = re.compile(r"(\d{1,4}(?:\.\d{1,3})?) ?(in|cm|mm|pt)", re.ASCII)
+_INCHES = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72}
+LEAST_WIDTH, MOST_WIDTH = 2.0, 20.0
+"""Inches of a picture in print."""
+
+
+def parse_width(text: str) -> float:
+    """Inches of a width such as ``3.3in``, ``8.4cm``, ``84mm`` or ``240pt``. Raises typer.BadParameter."""
+    match = _WIDTH.fullmatch(text.strip())
+    inches = float(match[1]) * _INCHES[match[2]] if match else 0.0
+    if not LEAST_WIDTH <= inches <= MOST_WIDTH:
+        most = f"from {LEAST_WIDTH:g}in to {MOST_WIDTH:g}in"
+        raise typer.BadParameter(f"{text!r} is not a width {most}. Maybe write it as 3.3in or 84mm")
+    return inches
+
+
+PrintWidth = Annotated[
+    float | None,
+    typer.Option(
+        "--width",
+        parser=parse_width,
+        metavar="WIDTH",
+        help="Draw for print at this width, such as 3.3in or 84mm: small text, no title.",
+    ),
+]
+
+
 def parse_share(text: str) -> float:
     """A share such as ``10%`` or ``0.1``, from 0 to 0.9. Raises typer.BadParameter."""
     match = _SHARE.fullmatch(text.strip())

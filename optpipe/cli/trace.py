@@ -214,7 +214,7 @@ def command(
             "order.",
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw both at one time scale (png, svg, html).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw both at one time scale (png, svg, pdf, html).")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Compare a measured step with its schedule: time, bubble, memory, copies, and the ops that differ most.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from optpipe.cli.console import AsJson, answer, check_picture, print_json, stdout, table
+from optpipe.cli.console import AsJson, PrintWidth, answer, check_picture, print_json, stdout, table
 from optpipe.cli.documents import ProblemOfCsv, load_schedule
 from optpipe.units import share_text, us_text
 
@@ -58,13 +58,14 @@ def command(schedule: ScheduleFile, problem: ProblemOfCsv = None, as_json: AsJso
 
 def plot(
     schedule: ScheduleFile,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Output file: .png, .svg or .html.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Output file: .png, .svg, .pdf or .html.")],
     problem: ProblemOfCsv = None,
+    width: PrintWidth = None,
     as_json: AsJson = False,
 ) -> int:
     """Draw a schedule: a Gantt chart with each device's memory and its budget."""
     from optpipe.plot import draw_schedule
 
     check_picture(output)
-    draw_schedule(load_schedule(schedule, problem), output)
+    draw_schedule(load_schedule(schedule, problem), output, width)
     return answer({"output": str(output)}, f"wrote {output}", as_json)

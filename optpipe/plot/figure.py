@@ -1,4 +1,4 @@
-"""Figures as png, svg or html, and grids of charts. The same schedule always gives the same bytes."""
+"""Figures as png, svg, pdf or html, and grids of charts. The same schedule always gives the same bytes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import matplotlib.style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -26,7 +27,7 @@ from optpipe.plot.legend import draw_legend_row
 from optpipe.plot.panel import printable
 from optpipe.plot.style import FAINT_INK, GRID, INK
 
-FORMATS = ("png", "svg", "html")
+FORMATS = ("png", "svg", "pdf", "html")
 PNG_DPI = 160
 MOST_PIXELS = 30_000
 """Most pixels along a side of a png; the resolution is reduced to keep it, since matplotlib cannot draw 2^16."""
@@ -34,6 +35,7 @@ MOST_PIXELS = 30_000
 _SETTINGS = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Helvetica Neue", "Arial", "sans-serif"],
+    "pdf.fonttype": 42,  # fonts are embedded as TrueType: publishers refuse Type 3
     "svg.fonttype": "none",
     "svg.hashsalt": "optpipe",
     "text.parse_math": False,
@@ -85,6 +87,12 @@ def encode(figure: Figure, picture_format: str, title: str) -> bytes:
         dpi = min(PNG_DPI, MOST_PIXELS / max(figure.get_size_inches()))
         figure.savefig(png, format="png", dpi=dpi, metadata={"Software": "OptPipe"})
         return png.getvalue()
+    if picture_format == "pdf":
+        pdf = io.BytesIO()
+        FigureCanvasPdf(figure)
+        metadata = {"CreationDate": None, "Creator": "OptPipe", "Producer": None, "Title": title}
+        figure.savefig(pdf, format="pdf", metadata=metadata)
+        return pdf.getvalue()
     target = io.StringIO()
     FigureCanvasSVG(figure)
     figure.savefig(target, format="svg", metadata={"Date": None, "Creator": "OptPipe", "Title": title})

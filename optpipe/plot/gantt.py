@@ -11,6 +11,8 @@ from optpipe.files import write_atomically
 from optpipe.kinds import StreamName
 from optpipe.plot.figure import encode, format_of, settings
 from optpipe.plot.panel import (
+    COLUMN_MARGINS,
+    COLUMN_POINTS,
     Box,
     Lane,
     Margins,
@@ -18,6 +20,7 @@ from optpipe.plot.panel import (
     Panel,
     boxes_on,
     draw_boxes,
+    draw_column_legend,
     draw_idle,
     draw_legend,
     draw_memory,
@@ -43,19 +46,20 @@ NAMED_LANE_INCHES = 0.11
 """The least height of a transfer lane that has room for its name."""
 
 
-def draw_schedule(schedule: Schedule, path: Path) -> None:
-    """Draw `schedule` to a .png, .svg or .html file.
+def draw_schedule(schedule: Schedule, path: Path, width: float | None = None) -> None:
+    """Draw `schedule` to a .png, .svg, .pdf or .html file; `width`: as a figure of a paper, so many inches wide.
 
     Raises InputError for another suffix, OSError where the file cannot be written.
     """
     picture_format = format_of(path)
-    write_atomically(path, render_schedule(schedule, picture_format))
+    write_atomically(path, render_schedule(schedule, picture_format, width))
 
 
-def render_schedule(schedule: Schedule, picture_format: str) -> bytes:
-    """The picture of `schedule` as bytes in one of `optpipe.plot.figure.FORMATS`."""
+def render_schedule(schedule: Schedule, picture_format: str, width: float | None = None) -> bytes:
+    """The picture of `schedule` as bytes in one of `optpipe.plot.figure.FORMATS`; `width` as in `draw_schedule`."""
     with settings():
-        return encode(schedule_panel(schedule).figure, picture_format, title_text(schedule))
+        panel = schedule_panel(schedule) if width is None else column_panel(schedule, width)
+        return encode(panel.figure, picture_format, title_text(schedule))
 
 
 @dataclass(frozen=True)
@@ -83,17 +87,38 @@ def schedule_panel(schedule: Schedule) -> Panel:
     return panel
 
 
-def _layout(devices: Sequence[DevicePlan]) -> Iterator[_Rows]:
-    stretch = min(1.6, max(0.5, math.sqrt(8 / len(devices))))
-    top = 0.06
+COLUMN_SCALE = 0.42
+"""Heights in a column of print, in those of a whole page."""
+
+
+def column_panel(schedule: Schedule, width: float) -> Panel:
+    """The picture as a figure of a paper, `width` inches wide: no title, no figures; its caption has those."""
+    rows = list(_layout(schedule.devices, COLUMN_SCALE))
+    start_us, end_us = schedule.time_span_us
+    height = rows[-1].memory.bottom + 0.04
+    unit = time_unit(end_us - start_us)
+    panel = Panel.of(width, height, COLUMN_MARGINS, start_us, end_us, unit, axis_points=COLUMN_POINTS)
+    _draw_ops(panel, schedule, rows)
+    scale = MemoryScale.of(schedule)
+    for d, row in enumerate(rows):
+        draw_memory(panel, row.memory, schedule, d, scale)
+        panel.text_left(row.streams["compute"].middle, str(d), fontsize=COLUMN_POINTS)
+    budgets = any(scale.shows(device.memory_bytes) for device in schedule.problem.devices)
+    draw_column_legend(panel, op_entries(kinds_in(schedule), 1, names_only=True) + memory_entries(budgets))
+    return panel
+
+
+def _layout(devices: Sequence[DevicePlan], scale: float = 1.0) -> Iterator[_Rows]:
+    stretch = scale * min(1.6, max(0.5, math.sqrt(8 / len(devices))))
+    top = 0.06 * scale
     for device in devices:
         streams: dict[StreamName, Lane] = {}
         for name, ops in device.streams():
             if name == "compute" or ops:
                 height = stretch * (COMPUTE_INCHES if name == "compute" else TRANSFER_INCHES)
                 streams[name] = Lane(top, height)
-                top += height + 0.025
-        memory = Lane(top + 0.03, stretch * MEMORY_INCHES)
+                top += height + 0.025 * scale
+        memory = Lane(top + 0.03 * scale, stretch * MEMORY_INCHES)
         yield _Rows(streams, memory)
         top = memory.bottom + stretch * GAP_INCHES
 

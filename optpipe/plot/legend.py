@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 
@@ -28,12 +29,12 @@ Handle = Artist | tuple[Artist, ...]
 
 def draw_legend_row(
     owner: Axes | Figure, entries: Sequence[tuple[Handle, str]], anchor: tuple[float, float], loc: str, **lengths: float
-) -> None:
+) -> Legend:
     """Draw a one-row legend with its `loc` at `anchor`, in the owner's coordinates (0 to 1).
 
-    `lengths` are matplotlib's, in font sizes: `handlelength`, `handletextpad`, `columnspacing`.
+    `lengths` are matplotlib's, in font sizes: `handlelength`, `handletextpad`, `columnspacing`; `fontsize` in points.
     """
     look: dict[str, Any] = {"frameon": False, "fontsize": 9, "borderpad": 0, "borderaxespad": 0, **lengths}
     look |= {"loc": loc, "bbox_to_anchor": anchor, "ncols": len(entries)}
     handles, labels = zip(*entries, strict=True)
-    owner.legend(handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **look)
+    return owner.legend(handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **look)

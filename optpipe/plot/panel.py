@@ -38,6 +38,8 @@ from optpipe.schedule import PlannedOps, Schedule
 from optpipe.units import Unit, bytes_text, count_text, memory_unit, percent_text, time_text, time_unit
 
 POINTS_PER_INCH = 72
+AXIS_POINTS = 9.0
+"""Size of the numbers at the time axis; its marks and gaps grow with it."""
 GUTTER_INCHES = 0.1
 """Gap between the panel and the text at its sides."""
 NARROWEST_INCHES, WIDEST_INCHES = 12.5, 22.0
@@ -85,7 +87,14 @@ class Panel:
 
     @classmethod
     def of(
-        cls, figure_width: float, height: float, margins: Margins, start_us: float, end_us: float, unit: Unit
+        cls,
+        figure_width: float,
+        height: float,
+        margins: Margins,
+        start_us: float,
+        end_us: float,
+        unit: Unit,
+        axis_points: float = AXIS_POINTS,
     ) -> Panel:
         """A new figure with an empty panel that is `height` inches high."""
         figure_height = height + margins.top + margins.bottom
@@ -104,7 +113,7 @@ class Panel:
         axes.set_xlim(start_us / unit.size, end_us / unit.size)
         axes.set_ylim(height, 0)
         panel = cls(figure, axes, margins, width, height, start_us, end_us, unit)
-        panel._draw_time_axis()
+        panel._draw_time_axis(axis_points)
         return panel
 
     @property
@@ -131,16 +140,16 @@ class Panel:
         options = {"color": INK, "clip_on": False, **look}
         return self.axes.text(x / self.width, y, text, transform=place, parse_math=False, **options)  # type: ignore[arg-type]
 
-    def _draw_time_axis(self) -> None:
-        axes = self.axes
+    def _draw_time_axis(self, points: float) -> None:
+        axes, scale = self.axes, points / AXIS_POINTS
         axes.set_yticks([])
         axes.spines[["left", "right", "top"]].set_visible(False)
         axes.spines["bottom"].set_color(FAINT_INK)
-        axes.tick_params(axis="x", colors=FAINT_INK, labelsize=9)
+        axes.tick_params(axis="x", colors=FAINT_INK, labelsize=points, length=3.5 * scale, pad=3.5 * scale)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
         axes.grid(axis="x", color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
-        axes.set_xlabel(f"time ({self.unit.name})", color=FAINT_INK, fontsize=10)
+        axes.set_xlabel(f"time ({self.unit.name})", color=FAINT_INK, fontsize=points + 1, labelpad=4 * scale)
 
 
 def width_inches(most_ops: int) -> float:
@@ -318,15 +327,18 @@ def peak_text(peak_bytes: int, budget_bytes: int | None, scale: MemoryScale) -> 
 Entry = tuple[Handle, str]
 
 
-def op_entries(kinds: Collection[str], stages: int) -> list[Entry]:
-    """Legend entries for ops of `kinds` with up to `stages` stages per device."""
+def op_entries(kinds: Collection[str], stages: int, names_only: bool = False) -> list[Entry]:
+    """Legend entries for ops of `kinds` with up to `stages` stages per device; in a column only the kinds' names."""
     crowded = not {*RECOMPUTATIONS}.isdisjoint(kinds)
     entries: list[Entry] = [
-        (Patch(facecolor=row.colour), f"{row.name}  {row.short if crowded else row.label}".rstrip())
+        (
+            Patch(facecolor=row.colour),
+            row.name if names_only else f"{row.name}  {row.short if crowded else row.label}".rstrip(),
+        )
         for row in ROWS
         if row.name in kinds
     ]
-    if stages > 1:
+    if stages > 1 and not names_only:
         shades = tuple(Patch(facecolor=op_colour("F", rank, stages)) for rank in range(min(stages, 6)))
         entries.append((shades, "first to last stage"))
     return [*entries, (Patch(facecolor=IDLE), "idle")]
@@ -354,6 +366,22 @@ def draw_legend(panel: Panel, entries: list[Entry]) -> None:
     """Draw the legend in one row above the panel, from the figure's left margin."""
     anchor = (GUTTER_INCHES - panel.margins.left) / panel.width, 1 + LEGEND_INCHES / panel.height
     draw_legend_row(panel.axes, entries, anchor, "lower left", handlelength=1.6, handletextpad=0.5, columnspacing=1.2)
+
+
+COLUMN_POINTS = 7.0
+"""Size of the text of a picture in a column of print."""
+COLUMN_MARGINS = Margins(left=0.3, right=0.12, top=0.24, bottom=0.38)
+
+
+def draw_column_legend(panel: Panel, entries: list[Entry]) -> None:
+    """Draw the legend above a panel in a column of print, as small as its text or smaller, to fit in one row."""
+    left = GUTTER_INCHES / 2 - panel.margins.left
+    anchor, room = (left / panel.width, 1 + 0.07 / panel.height), panel.width - left
+    lengths = {"handlelength": 1.1, "handletextpad": 0.35, "columnspacing": 0.9}
+    legend = draw_legend_row(panel.axes, entries, anchor, "lower left", fontsize=COLUMN_POINTS, **lengths)
+    share = room * panel.figure.dpi / legend.get_window_extent().width
+    if share < 1:  # drawing another one replaces it
+        draw_legend_row(panel.axes, entries, anchor, "lower left", fontsize=share * COLUMN_POINTS, **lengths)
 
 
 OBJECTIVE_NAMES = {"makespan": "makespan", "device_span": "device span"}

@@ -42,7 +42,7 @@ Spans = Mapping[Op, Span]
 
 
 def draw_planned_and_measured(trace: Trace, comparison: Comparison, path: Path) -> None:
-    """Draw a trace with its comparison to a .png, .svg or .html file. Raises InputError for another suffix."""
+    """Draw a trace with its comparison to a .png, .svg, .pdf or .html file. Raises InputError for another suffix."""
     picture_format = format_of(path)
     write_atomically(path, render_planned_and_measured(trace, comparison, picture_format))
 

@@ -67,7 +67,7 @@ class InstanceCurves:
 
 
 def draw_value_over_time(instances: Sequence[InstanceCurves], time_limit_s: float, path: Path, title: str) -> None:
-    """Draw the curves of runs of `time_limit_s` to a .png, .svg or .html file.
+    """Draw the curves of runs of `time_limit_s` to a .png, .svg, .pdf or .html file.
 
     Raises InputError for another suffix, and where there are no curves.
     """

@@ -408,7 +408,7 @@ class OutputConfig(Group):
     callback: StrictStr | None = None
     """package.module:callable that returns a callback, or a list of them, to follow the run"""
     plot: InputPath | None = None
-    """picture of the run (.png, .svg, .html), drawn at its end"""
+    """picture of the run (.png, .svg, .pdf, .html), drawn at its end"""
     trace: InputPath | None = None
     """output file for a measured step, for 'optpipe trace'"""
     trace_step: StrictInt | None = Field(default=None, ge=0, le=MAX_NUMBER)

@@ -34,7 +34,7 @@ MARKED_STEPS = 25
 
 
 class RunPlot(TrainingCallback):
-    """Collects the steps of a run, and draws them at the end to a .png, .svg or .html file."""
+    """Collects the steps of a run, and draws them at the end to a .png, .svg, .pdf or .html file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._title = path, ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from matplotlib.figure import Figure
 
 from instances import uniform
 from optpipe.errors import InputError
-from optpipe.plot import draw_schedule, render_schedule
+from optpipe.plot import draw_schedule, render_comparison, render_schedule
 from optpipe.plot.figure import FORMATS, MOST_PIXELS, encode, settings
 from optpipe.plot.gantt import schedule_panel
 from tests.optpipe.plot.schedules import all_forwards_first, pair
@@ -22,7 +24,7 @@ TEXT = "{http://www.w3.org/2000/svg}text"
 
 
 @pytest.mark.parametrize(
-    ("name", "begin"), [("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.html", b"<!DOCTYPE html>")]
+    ("name", "begin"), [("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.pdf", b"%PDF"), ("a.html", b"<!DOCTYPE html>")]
 )
 def test_the_suffix_decides_the_format(name: str, begin: bytes, tmp_path: Path) -> None:
     draw_schedule(pair(), tmp_path / name)
@@ -39,12 +41,24 @@ def test_a_picture_replaces_the_old_file_in_one_step(tmp_path: Path) -> None:
     assert old.read_text() == "old"
 
 
-@pytest.mark.parametrize("name", ["plan.pdf", "plan"])
+@pytest.mark.parametrize("name", ["plan.gif", "plan"])
 def test_another_suffix_is_refused_with_the_allowed_ones(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"\.png, \.svg, \.html\. Maybe name it .*plan\.svg\.") as caught:
+    with pytest.raises(InputError, match=r"\.png, \.svg, \.pdf, \.html\. Maybe name it .*plan\.svg\.") as caught:
         draw_schedule(pair(), tmp_path / name)
     assert repr(Path(name).suffix) in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("render", [render_schedule, lambda one, *how: render_comparison([("mine", one)], *how)])
+def test_a_picture_for_print_has_its_width_embedded_fonts_and_no_title(render: Callable[..., bytes]) -> None:
+    pdf = render(pair(), "pdf", 3.3)
+    assert re.search(rb"/MediaBox \[ 0 0 237\.6\d* ", pdf), "3.3 inches of 72 points"
+    assert b"/FontFile2" in pdf
+    assert b"/Type3" not in pdf
+    root = ElementTree.fromstring(render(pair(), "svg", 3.3))
+    texts = {"".join(text.itertext()) for text in root.iter(TEXT)}
+    assert {"F", "B", "time (µs)"} <= texts
+    assert not any("microbatches" in text for text in texts)
 
 
 @pytest.mark.parametrize("picture_format", FORMATS)
