@@ -11,8 +11,9 @@ from optpipe import lazy
 
 if TYPE_CHECKING:
     from solver.limits import Limits
+    from solver.methods import register
     from solver.solve import solve
 
-__all__ = ["Limits", "solve"]
+__all__ = ["Limits", "register", "solve"]
 
-lazy.offer(__name__, {"Limits": "solver.limits", "solve": "solver.solve"})
+lazy.offer(__name__, {"Limits": "solver.limits", "register": "solver.methods", "solve": "solver.solve"})

@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Literal
 
-from optpipe.errors import InputError, Issue, MethodError
+from optpipe.errors import InputError, Issue, MethodError, shown
 from optpipe.fields import MAX_BYTES
 from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.units import bytes_text
 from solver.build import over_budget
 from solver.microbatch_orders import refuse_without_cycle
+from solver.published import (
+    CONTROLLABLE_MEMORY,
+    GPIPE,
+    MARIO,
+    MEGATRON,
+    OPTPIPE,
+    PIPE_OFFLOAD,
+    PIPEDREAM_FLUSH,
+    RECOMPUTATION,
+    SEQ1F1B,
+    SLIMPIPE,
+    ZERO_BUBBLE,
+    Paper,
+)
 from solver.published.ada_offload import ada_offload
+from solver.published.custom import OrderFunction, custom_orders, load_function
 from solver.published.interleaved import interleaved_1f1b
 from solver.published.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
 from solver.published.passes import general_methods
@@ -37,31 +53,33 @@ EVERYTHING: frozenset[Feature] = WHOLE_BACKWARDS | {"slices"}
 
 @dataclass(frozen=True)
 class Method:
-    """A method: a published schedule (`orders`), a search from a start (`search`), or the portfolio of them all.
+    """A method: a published or registered schedule (`orders`), a search from a start (`search`), or the portfolio.
 
     `takes`: the features of a problem with which its schedules and bounds are right; to keep the given order of
     microbatches is right where it is free. `refuse` raises MethodError for problems that the method cannot handle
-    whatever the start, before there is one (`refuse_unsupported` calls it).
+    whatever the start, before there is one (`refuse_unsupported` calls it). `paper`: the source of a published one.
     """
 
     name: str
-    kind: Literal["published", "exact", "search", "portfolio"]
+    kind: Literal["published", "exact", "search", "portfolio", "custom"]
     summary: str
     handles: str
     takes: frozenset[Feature] = frozenset()
     orders: Callable[[Problem], Orders] | None = None
     search: Search | None = None
     refuse: Callable[[Problem], None] = lambda _: None
+    paper: Paper | None = None
 
 
 def _published(
     name: str,
     orders: Callable[[Problem], Orders],
+    paper: Paper,
     summary: str,
     handles: str,
     takes: frozenset[Feature] = frozenset(),
 ) -> Method:
-    return Method(name, "published", summary, handles, takes, orders)
+    return Method(name, "published", summary, handles, takes, orders, paper=paper)
 
 
 _ONE_STAGE = "one stage a device, no offload"
@@ -109,31 +127,66 @@ _METHODS = (
         search=SEARCHES["pattern"],
         refuse=refuse_without_cycle,
     ),
-    _published("gpipe", gpipe, "all forwards, then all backwards", f"{_ONE_STAGE}, slices", EVERYTHING),
-    _published("1f1b", one_f_one_b, "one forward, one backward, B and W fused", _ONE_STAGE, WHOLE_BACKWARDS),
-    _published("interleaved-1f1b", interleaved_1f1b, "1F1B over the chunks of a device", _CHUNKS, WHOLE_BACKWARDS),
-    _published("seq1f1b", seq1f1b, "1F1B over slices of sequences", _SLICED, EVERYTHING),
-    _published("slimpipe", slimpipe, "1F1B over slices, further ahead", _SLICED, EVERYTHING),
-    _published("1f1b-recompute", one_f_one_b_recompute, _AFTER, _RECOMPUTE, WHOLE_BACKWARDS),
-    _published("1f1b-recompute-ahead", one_f_one_b_recompute_ahead, _AHEAD, _RECOMPUTE, WHOLE_BACKWARDS),
-    _published("zb-h1", zb_h1, "Zero Bubble, handcrafted, memory of 1F1B", _ONE_STAGE, UNEQUAL),
-    _published("zb-h2", zb_h2, "Zero Bubble, handcrafted, 2p - 1 microbatches", _ONE_STAGE, UNEQUAL),
-    _published("zb-auto", zb_auto, "Zero Bubble, heuristic within each budget", _ONE_STAGE),
-    _published("zb-v", zb_v, "Zero Bubble on a V, heuristic within each budget", _V),
-    _published("v-min", v_min, "controllable memory, (p + 4) // 3 microbatches", _V),
-    _published("v-half", v_half, "controllable memory, (p + 2) // 2 microbatches", _V),
-    _published("v-zb", v_zb, "controllable memory, p microbatches", _V),
-    _published("gis", gis, "PipeOffload's interleaved 1F1B, B and W apart", _CHUNKS, UNEQUAL),
-    _published("gis-h", gis_h, "GIS in smaller groups, best within each budget", _CHUNKS, UNEQUAL),
-    _published("po-h", po_h, "PipeOffload, the longer-lived half leaves", _CHUNKS_OFFLOAD),
-    _published("po-f", po_f, "PipeOffload, all that can leave does", _CHUNKS_OFFLOAD),
-    _published("ada-offload", ada_offload, _ADA_OFFLOAD, f"{_ANY}, modes by stage", UNEQUAL),
+    _published("gpipe", gpipe, GPIPE, "all forwards, then all backwards", f"{_ONE_STAGE}, slices", EVERYTHING),
+    _published(
+        "1f1b", one_f_one_b, PIPEDREAM_FLUSH, "one forward, one backward, B and W fused", _ONE_STAGE, WHOLE_BACKWARDS
+    ),
+    _published(
+        "interleaved-1f1b", interleaved_1f1b, MEGATRON, "1F1B over the chunks of a device", _CHUNKS, WHOLE_BACKWARDS
+    ),
+    _published("seq1f1b", seq1f1b, SEQ1F1B, "1F1B over slices of sequences", _SLICED, EVERYTHING),
+    _published("slimpipe", slimpipe, SLIMPIPE, "1F1B over slices, further ahead", _SLICED, EVERYTHING),
+    _published("1f1b-recompute", one_f_one_b_recompute, RECOMPUTATION, _AFTER, _RECOMPUTE, WHOLE_BACKWARDS),
+    _published("1f1b-recompute-ahead", one_f_one_b_recompute_ahead, MARIO, _AHEAD, _RECOMPUTE, WHOLE_BACKWARDS),
+    _published("zb-h1", zb_h1, ZERO_BUBBLE, "Zero Bubble, handcrafted, memory of 1F1B", _ONE_STAGE, UNEQUAL),
+    _published("zb-h2", zb_h2, ZERO_BUBBLE, "Zero Bubble, handcrafted, 2p - 1 microbatches", _ONE_STAGE, UNEQUAL),
+    _published("zb-auto", zb_auto, ZERO_BUBBLE, "Zero Bubble, heuristic within each budget", _ONE_STAGE),
+    _published("zb-v", zb_v, ZERO_BUBBLE, "Zero Bubble on a V, heuristic within each budget", _V),
+    _published("v-min", v_min, CONTROLLABLE_MEMORY, "controllable memory, (p + 4) // 3 microbatches", _V),
+    _published("v-half", v_half, CONTROLLABLE_MEMORY, "controllable memory, (p + 2) // 2 microbatches", _V),
+    _published("v-zb", v_zb, CONTROLLABLE_MEMORY, "controllable memory, p microbatches", _V),
+    _published("gis", gis, PIPE_OFFLOAD, "PipeOffload's interleaved 1F1B, B and W apart", _CHUNKS, UNEQUAL),
+    _published("gis-h", gis_h, PIPE_OFFLOAD, "GIS in smaller groups, best within each budget", _CHUNKS, UNEQUAL),
+    _published("po-h", po_h, PIPE_OFFLOAD, "PipeOffload, the longer-lived half leaves", _CHUNKS_OFFLOAD),
+    _published("po-f", po_f, PIPE_OFFLOAD, "PipeOffload, all that can leave does", _CHUNKS_OFFLOAD),
+    _published("ada-offload", ada_offload, OPTPIPE, _ADA_OFFLOAD, f"{_ANY}, modes by stage", UNEQUAL),
 )
 METHODS: dict[str, Method] = {method.name: method for method in _METHODS}
+CUSTOM: dict[str, Method] = {}
+"""Methods of `register`, apart from the built-in ones: a service offers those alone."""
+
+
+def register(name: str, function: OrderFunction) -> Method:
+    """Make a function a method of this process, under a name that no built-in method has.
+
+    The function takes a Problem and returns Orders, or for each device its compute ops in order: text such as
+    ``"F0.0 F0.1 B0.0 W0.0"``, or a list of such names. What it returns is checked and verified like every schedule.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or name in METHODS:
+        detail = f"is {shown(name)}, but must be 1 to {MAX_NAME} characters and no built-in method. Maybe 'mine'."
+        raise InputError([Issue("name", "bad_name", detail)])
+    summary = ((function.__doc__ or "").strip().splitlines() or ["a function of yours"])[0].rstrip(".")
+    CUSTOM[name] = Method(name, "custom", summary, _ALL, EVERYTHING, partial(custom_orders, name, function))
+    return CUSTOM[name]
+
+
+MAX_NAME = 100
+"""Most characters of a name: a schedule's `method` has no more."""
+
+
+def register_file(text: str, field: str) -> Method:
+    """Register a function of a Python file, given as ``mine.py:order``, which runs the file.
+
+    Raises InputError that names `field` where there is no such file or function, or the file itself fails.
+    """
+    function = load_function(text, field)
+    return register(text[-MAX_NAME:], function)
 
 
 def method_named(name: str, field: str = "method") -> Method:
-    """The method of that name. Raises InputError that names the field and lists the methods."""
+    """The method of that name, built in or registered. Raises InputError that names the field and lists the methods."""
+    if name in CUSTOM:
+        return CUSTOM[name]
     if name not in METHODS:
         close = get_close_matches(str(name).lower(), METHODS, 1)
         detail = f"is {name!r}; the methods are {', '.join(METHODS)}." + "".join(f" Maybe {one}." for one in close)

@@ -49,7 +49,7 @@ def load_schedule_or(other: type[D], path: Path, problem: Path | None) -> Schedu
     return other.from_data(data, str(path)) if is_other else Schedule.from_data(data, str(path))
 
 
-def _is_torch_csv(path: Path) -> bool:
+def is_torch_csv(path: Path) -> bool:
     """True for a file with actions of torch in its first line, or named as a CSV."""
     if not path.is_file():
         return False
@@ -63,7 +63,7 @@ def _load_torch_csv(path: Path, problem: Path | None) -> Schedule | None:
     from optpipe.export.torch_csv import ACTIVATION_BYTES, MAX_CSV_BYTES, OP_US, read_torch_csv
     from optpipe.problem import Problem
 
-    if not _is_torch_csv(path):
+    if not is_torch_csv(path):
         if problem is not None:
             detail = f"gives costs to a schedule CSV of torch, but {path} is none. Maybe leave it out."
             raise InputError([Issue("--problem", "meaningless", detail)])

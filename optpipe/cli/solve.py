@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,7 +55,9 @@ def command(
         str | None,
         typer.Option("-o", "--output", help="Output file; - for stdout.", metavar="SCHEDULE.json"),
     ] = None,
-    method: Annotated[str, typer.Option(help="One of `optpipe methods`.")] = "auto",
+    method: Annotated[
+        str, typer.Option(help="One of `optpipe methods`, or a schedule of yours: FILE.py:FUNCTION.", metavar="NAME")
+    ] = "auto",
     time_limit: Annotated[
         float | None,
         typer.Option(min=0.01, max=1e6, help=f"Seconds to search; default: {TIME_LIMIT_S:g}.", rich_help_panel=SEARCH),
@@ -131,7 +134,7 @@ def command(
     result: ChildResult | ServerResult
     if server is not None:
         detail = "is for a solve on this machine; with --server the server decides it. Maybe leave it out."
-        local = {"--memory-limit": memory_limit is not None, "--no-cache": not cache}
+        local = {"--memory-limit": memory_limit is not None, "--no-cache": not cache, "--method": ":" in method}
         if issues := [Issue(name, "not_with_server", detail) for name, is_given in local.items() if is_given]:
             raise InputError(issues)
         limits = Limits(time_limit_s, gap, workers or 1, seed)
@@ -143,7 +146,10 @@ def command(
         else:
             compile_once()  # the order of the searches must not depend on when their kernels are compiled
         limits = Limits(time_limit_s, gap, workers or available_cores(), seed, deterministic_limit=deterministic_limit)
-        result = _solve_here(loaded, method, limits, memory_limit, output, cache, what)
+        if ":" in method:
+            result = _run_custom(loaded, method, limits)
+        else:
+            result = _solve_here(loaded, method, limits, memory_limit, output, cache, what)
     try:
         schedule = result.schedule_or_error()
     except NoSolutionError:
@@ -189,6 +195,18 @@ def _solve_here(
     if result.from_cache:
         stderr().print("an equal problem was solved before (--no-cache solves it again)")
     return result
+
+
+def _run_custom(problem: Problem, method: str, limits: Limits) -> ChildResult:
+    """The schedule of a function in a file of the user's, which runs in this process; nothing of it is cached."""
+    from solver.methods import register_file
+    from solver.process import ChildResult
+    from solver.solve import solve
+
+    name = register_file(method, "--method").name
+    with doing(f"running {name}"):
+        schedule = solve(problem, name, limits)
+    return ChildResult(schedule, schedule.status, None)
 
 
 def _solve_on(server: str, key: str | None, problem: Problem, method: str, limits: Limits) -> ServerResult:
@@ -298,17 +316,22 @@ def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
 
 
 def methods(as_json: AsJson = False) -> int:
-    """List the methods and what each can handle."""
+    """List the methods: what each is, what it can handle, and the paper that it is from."""
     from solver.methods import METHODS
 
     if as_json:
         keys = ("name", "kind", "summary", "handles")
-        print_json([{key: getattr(method, key) for key in keys} for method in METHODS.values()])
+        print_json(
+            [
+                {key: getattr(method, key) for key in keys} | {"paper": method.paper and asdict(method.paper)}
+                for method in METHODS.values()
+            ]
+        )
         return 0
-    rows = table("method", "kind", "what it is", "what it handles")
+    rows = table("method", "kind", "what it is", "what it handles", "source")
     for column in rows.columns:
         column.justify, column.no_wrap = "left", False
     for method in METHODS.values():
-        rows.add_row(method.name, method.kind, method.summary, method.handles)
+        rows.add_row(method.name, method.kind, method.summary, method.handles, str(method.paper or ""))
     stdout().print(rows)
     return 0

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from instances import INSTANCES, uniform
+from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.units import share_text
 from optpipe.verify import verify
 from solver.build import build_schedule
 from solver.limits import Limits
-from solver.methods import METHODS
+from solver.methods import METHODS, register
 from solver.process import ChildResult, SolverDiedError
 from solver.solve import solve
 from tests.optpipe.cli.conftest import Cli
@@ -187,7 +188,10 @@ def test_only_counted_work_waits_for_kernels(
 def test_methods(cli: Cli) -> None:
     text = cli("methods").out
     assert all(name in text for name in METHODS)
-    assert [row["name"] for row in cli("methods", "--json").document] == list(METHODS)
+    rows = cli("methods", "--json").document
+    assert [row["name"] for row in rows] == list(METHODS)
+    assert all((row["paper"] is not None) == (row["kind"] == "published") for row in rows)
+    assert "Qi et al. 2024, arXiv 2401.10241" in text
 
 
 def test_verify_says_valid(cli: Cli, schedule_file: Path) -> None:
@@ -234,6 +238,113 @@ def test_compare_shows_what_uniform_choices_of_modes_give(
     assert "why_not" in rows["gpipe"]
 
 
+def test_compare_of_files_and_a_method_of_ones_own_on_several_problems(
+    cli: Cli, problem_file: Path, schedule_file: Path, tmp_path: Path
+) -> None:
+    """A schedule and a CSV stand in the table of their problem, and every row has the best bound of its table."""
+    other, own, csv = (tmp_path / name for name in ("other.json", "own.py", "own.csv"))
+    other.write_text(uniform(2, 3, name="other").to_json())
+    own.write_text(LATE_W)
+    csv.write_text("0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
+    files = (other, problem_file, schedule_file, csv)
+    methods = ("--methods", f"1f1b,{own}:order,cp-sat")
+    rows = cli("compare", *files, "--problem", other, *methods, "--json").document
+    found = {(Path(row["file"]).name, Path(row["method"]).name): row for row in rows}
+    assert [name for file, name in found if file == "other.json"] == ["own.csv", "1f1b", "own.py:order", "cp-sat"]
+    assert next(name for file, name in found if file != "other.json") == schedule_file.name
+    assert len({(row["file"], row["bound_us"]) for row in rows if "bound_us" in row}) == 2
+    assert found["other.json", "own.csv"]["value_us"] == found["other.json", "1f1b"]["value_us"]
+    text = cli("compare", *files, "--problem", other, *methods).out
+    assert text.count("no schedule is shorter than") == 2
+    assert text.count("change nothing") + text.count("cp-sat saves") == 2
+    assert "--problem is needed for the costs" in cli("compare", *files, *methods).err
+    assert "2 are given" in cli("compare", other, problem_file, *methods, "--plot", tmp_path / "c.svg").err
+
+
+LATE_W = """
+def order(problem):
+    print("a line that is no part of the answer")
+    lists = [["F0.0", "F0.1", "B0.0", "W0.0", "F0.2", "B0.1", "W0.1", "B0.2", "W0.2"]]
+    return [*lists, " ".join(f"F1.{i} B1.{i} W1.{i}" for i in range(3))]
+
+
+def lacks_one(problem):
+    return [ops for ops in order(problem)[:1]]
+
+
+def repeats(problem):
+    return [order(problem)[0], order(problem)[1] + " W1.2"]
+
+
+def late(problem):
+    return [["B0.0", *(op for op in order(problem)[0] if op != "B0.0")], order(problem)[1]]
+
+
+def early(problem):
+    return ["F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 W0.1 B0.2 W0.2", order(problem)[1]]
+
+
+def raises(problem):
+    return problem.nothing
+
+
+def number(problem):
+    return 3
+
+
+def other_names(problem):
+    return [["X0.0"]] * 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "message"),
+    [
+        ("order", 0, ""),
+        ("lacks_one", 1, "returned 1 devices, but the problem has 2. Maybe return a list"),
+        ("repeats", 1, "W1.2 is there more than once"),
+        ("late", 1, "the orders deadlock"),
+        ("early", 1, "needs 6 B on device 0, but its budget is 4 B"),
+        ("raises", 1, "raised AttributeError: 'Problem' object has no attribute 'nothing' (line 25 of own.py)"),
+        ("number", 1, "returned 3. Maybe return a list"),
+        ("other_names", 1, "'X0.0' is not the name of an op"),
+        ("absent", 2, "own.py has no function 'absent'; the functions there are order, lacks_one"),
+    ],
+)
+def test_solve_with_a_schedule_of_ones_own(
+    cli: Cli, problem_file: Path, tmp_path: Path, function: str, code: int, message: str
+) -> None:
+    own, out = tmp_path / "own.py", tmp_path / "own.json"
+    own.write_text(LATE_W)
+    run = cli("solve", problem_file, "--method", f"{own}:{function}", "-o", out, "--json")
+    assert run.code == code, run.err
+    assert message in run.err
+    assert out.exists() == (code == 0)
+    if code == 0:
+        assert verify(Schedule.load(out)).ok
+        assert run.document["method"].endswith("own.py:order")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("def order(problem", "own.py raised SyntaxError"), (None, "there is no file"), ("1 / 0", "(line 1 of own.py)")],
+)
+def test_a_file_that_is_absent_or_fails_is_named(
+    cli: Cli, problem_file: Path, tmp_path: Path, text: str | None, message: str
+) -> None:
+    own = tmp_path / "own.py"
+    if text is not None:
+        own.write_text(text)
+    run = cli("compare", problem_file, "--methods", f"{own}:order")
+    assert (run.code, message in run.err) == (2, True), run.err
+
+
+def test_register_refuses_what_is_no_method() -> None:
+    for name in ("zb-v", "", "m" * 101):
+        with pytest.raises(InputError, match="must be 1 to 100 characters and no built-in method"):
+            register(name, lambda _: [])
+
+
 def test_compare_without_a_schedule_shows_why_and_draws_nothing(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
     picture = tmp_path / "c.svg"
     run = cli("compare", problem_file, "--methods", "gpipe,gpipe", "--plot", picture, "--json")
@@ -271,11 +382,12 @@ def test_compare_goes_on_where_a_search_dies(cli: Cli, problem_file: Path, monke
     assert done["status"] in ("feasible", "optimal")
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "html"])
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf", "html"])
 def test_plot(cli: Cli, schedule_file: Path, tmp_path: Path, suffix: str) -> None:
     picture = tmp_path / f"picture.{suffix}"
-    assert cli("plot", schedule_file, "-o", picture).code == 0
-    begin = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE html>"}[suffix]
+    assert cli("plot", schedule_file, "-o", picture, "--width", "84mm").code == 0
+    assert "Maybe write it as 3.3in" in cli("plot", schedule_file, "-o", picture, "--width", "1in").err
+    begin = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF", "html": b"<!DOCTYPE html>"}[suffix]
     assert picture.read_bytes().startswith(begin)
 
 

@@ -353,7 +353,7 @@ def test_commands_read_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     costs.write_text(uniform(2, 2).to_json())
     assert run("compare", path, "--problem", costs, "--methods", "1f1b", "--json") == 0
     given, published = json.loads(capsys.readouterr().out)
-    assert (given["method"], published["method"]) == ("given", "1f1b")
+    assert (given["method"], published["method"]) == ("own.csv", "1f1b")
     assert given["value_us"] == published["value_us"]
     for form in ("schedule", "problem"):
         assert run("export", path, "--to", form, "-o", tmp_path / form) == 0
