@@ -370,6 +370,19 @@ class Schedule(Displayed, Document):
             "memory_bytes": [device.memory_bytes for device in self.problem.devices],
         }
 
+    def idle_us(self, device: int) -> tuple[float, float, float]:
+        """Time in which a device does not compute: before its first op, between its ops, and after its last.
+
+        The three and the device's `busy_us` add up to the time from the first start to the last end on any device.
+        """
+        first_us, last_us = self.time_span_us
+        ops = self.devices[device].compute
+        if not ops:
+            return last_us - first_us, 0.0, 0.0
+        start_us, end_us = float(ops.start_us.min()), float(ops.end_us.max())
+        busy_us = float((ops.end_us - ops.start_us).sum())
+        return start_us - first_us, max(0.0, end_us - start_us - busy_us), last_us - end_us
+
     @property
     def time_span_us(self) -> tuple[float, float]:
         """First start and last end over all devices and streams."""

@@ -1,4 +1,4 @@
-"""Text of times, sizes, shares and counts: exact for reports, rounded to a suitable unit for figures."""
+"""Text of times, sizes, shares and counts for people, in units that suit their size; documents have plain numbers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def share_text(share: float) -> str:
 
 
 def time_unit(span_us: float) -> Unit:
-    """Largest unit of which `span_us` is at least two."""
-    return _fitting(TIME_UNITS, span_us, 2)
+    """Largest unit of which `span_us` is at least one."""
+    return _fitting(TIME_UNITS, abs(span_us))
 
 
 def time_text(time_us: float, unit: Unit | None = None) -> str:
@@ -44,15 +44,40 @@ def time_text(time_us: float, unit: Unit | None = None) -> str:
     return f"{_rounded(time_us / unit.size, 4)} {unit.name}"
 
 
+def times_text(times_us: Sequence[float | None]) -> list[str]:
+    """Times that are compared with each other, in the unit of the longest; "-" for none."""
+    unit = time_unit(max((abs(time_us) for time_us in times_us if time_us is not None), default=0.0))
+    return ["-" if time_us is None else time_text(time_us, unit) for time_us in times_us]
+
+
+def change_text(value: float, other: float) -> str:
+    """A change from another value, as a percentage with its sign; "the same" where that would be zero."""
+    share = value / other - 1 if other else 0.0
+    return "the same" if abs(share) < 0.0005 else f"{100 * share:+.1f} %"
+
+
+def difference_text(time_us: float) -> str:
+    """A difference of times, with its sign."""
+    return f"{'+' if time_us > 0 else ''}{time_text(time_us)}"
+
+
 def memory_unit(size_bytes: float) -> Unit:
     """Largest unit of which `size_bytes` is at least one."""
-    return _fitting(MEMORY_UNITS, size_bytes, 1)
+    return _fitting(MEMORY_UNITS, size_bytes)
 
 
 def bytes_text(size_bytes: float, unit: Unit | None = None) -> str:
     """A size with three significant digits (two decimals below one), by default in a unit of suitable size."""
     unit = unit or memory_unit(size_bytes)
     return f"{_rounded(size_bytes / unit.size, 0 if unit.size == 1 else 3)} {unit.name}"
+
+
+def budget_text(used_bytes: int, budget_bytes: int | None) -> str:
+    """A size, its budget, and what is left of that or what is lacking."""
+    if budget_bytes is None:
+        return f"{bytes_text(used_bytes)}, no limit"
+    left, room = budget_bytes - used_bytes, "left" if used_bytes <= budget_bytes else "too few"
+    return f"{bytes_text(used_bytes)} of {bytes_text(budget_bytes)}, {bytes_text(abs(left))} {room}"
 
 
 def count_text(count: int, name: str) -> str:
@@ -69,10 +94,12 @@ def percent_text(share: float) -> str:
     return f"{percent:.2f} %" if 0 < percent < 1 else f"{percent:.1f} %"
 
 
-def _fitting(units: Sequence[Unit], amount: float, least: float) -> Unit:
-    return next((unit for unit in units if amount >= least * unit.size), units[-1])
+def _fitting(units: Sequence[Unit], amount: float) -> Unit:
+    return next((unit for unit in units if amount >= unit.size), units[-1])
 
 
 def _rounded(value: float, digits: int) -> str:
-    whole_digits = math.floor(math.log10(abs(value))) + 1 if value else 1
+    if not value or math.isinf(value):
+        return f"{value:z.0f}"
+    whole_digits = math.floor(math.log10(abs(value))) + 1
     return f"{value:,.{max(0, digits - max(1, whole_digits))}f}"

@@ -22,7 +22,7 @@ from optpipe.cli.console import (
 )
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, write_atomically
-from optpipe.units import number_text, share_text, us_text
+from optpipe.units import share_text, time_text, times_text
 from solver.components import NAMES, components_named
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_TIME_LIMIT_S = 30.0
 
 COLUMNS = (
-    "instance", "method", "value us", "recorded us", "change", "bound us", "gap", "bubble", "best public us", "seconds"
+    "instance", "method", "value", "recorded", "change", "bound", "gap", "bubble", "best public", "seconds"
 )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def _run(
             results.append(result)
             figures, text = measured.figures, f"{result.verdict.change}: {measured.why_not}"
             if figures is not None:
-                shown = f"{us_text(figures.value_us, 1)}, gap {share_text(figures.gap)}, {figures.seconds:.2f} s"
+                shown = f"{time_text(figures.value_us)}, gap {share_text(figures.gap)}, {figures.seconds:.2f} s"
                 text = f"{shown}  {_verdict_text(result)}"
             stderr().print(f"{head:>7}  {case.instance}  {case.method}  {text}")
             if measured.interrupted:
@@ -235,14 +235,19 @@ def _print_report(results: Sequence[Result], recorded: int | None) -> None:
 
 def _cells(result: Result) -> list[str]:
     case, figures, recorded = result.case, result.measured.figures, result.case.recorded
-    value, change, bound, gap, bubble, seconds = "-", "-", "-", "-", "-", result.measured.seconds
+    change, gap, bubble, seconds = "-", "-", "-", result.measured.seconds
     if figures is not None:
-        value, bound = number_text(figures.value_us, 1), number_text(figures.bound_us, 1)
         gap, bubble, seconds = share_text(figures.gap), share_text(figures.bubble), figures.seconds
         if (share := _change(result)) is not None:
             change = "0" if share == 0 else f"{100 * share:+.2f} %"
-    recorded_value = number_text(recorded.value_us, 1) if recorded else "-"
-    public = number_text(case.public.value_us, 1) if case.public else "-"
+    value, bound, recorded_value, public = times_text(
+        [
+            figures.value_us if figures else None,
+            figures.bound_us if figures else None,
+            recorded.value_us if recorded else None,
+            case.public.value_us if case.public else None,
+        ]
+    )
     cells = [value, recorded_value, change, bound, gap, bubble, public, f"{seconds:.2f}"]
     return [case.instance, case.method, *cells, _verdict_text(result)]
 

@@ -253,20 +253,29 @@ def _print(one: Table) -> None:
     unit = time_unit(least_us)
     bound = f": no schedule is shorter than {time_text(one.bound_us, unit)}" if one.schedules else ""
     stdout().print(f"{one.problem.name or one.path}{bound}")
-    result = table(
-        "method", one.problem.objective.replace("_", " "), "gap", "bubble", "peak", "seconds", "", wraps=True
-    )
+    objective = one.problem.objective.replace("_", " ")
+    result = table("method", objective, "gap", "bubble", "peak", "left", "seconds", "", wraps=True)
     for row in sorted(one.rows, key=lambda row: row.schedule.value_us if row.schedule else float("inf")):
-        figures, comment = ["-"] * 4, row.why_not
+        figures, comment = ["-"] * 5, row.why_not
         if (best := row.schedule) is not None:
             gap = relative_gap(best.value_us, one.bound_us)
             figures = [time_text(best.value_us, unit), share_text(gap), share_text(best.bubble)]
-            figures.append(bytes_text(best.largest_peak_bytes))
+            figures += [bytes_text(best.largest_peak_bytes), _least_left(best)]
             comment = row.why_not or ("optimal" if gap == 0 else "")
         result.add_row(row.method, *figures, f"{row.seconds:.2f}", comment)
     stdout().print(result)
     if sentence := _worth(one):
         stdout().print(sentence)
+
+
+def _least_left(schedule: Schedule) -> str:
+    """What is left of the budget on the device that has least left."""
+    left = [
+        budget.memory_bytes - device.peak_bytes_any_timing
+        for device, budget in zip(schedule.devices, schedule.problem.devices, strict=True)
+        if budget.memory_bytes is not None
+    ]
+    return bytes_text(min(left)) if left else "no limit"
 
 
 def _worth(one: Table) -> str:

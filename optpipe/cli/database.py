@@ -10,6 +10,7 @@ import typer
 from optpipe.cli.console import AsJson, answer
 from optpipe.cli.serve import DatabaseUrl, with_database
 from optpipe.errors import needs_extra
+from optpipe.units import bytes_text
 
 database = typer.Typer(
     help="Backup and restore of the service's database, also from one major version of PostgreSQL to the next.",
@@ -31,7 +32,7 @@ def backup(
     with with_database(Settings.load(database_url=database_url), shared=True) as settings:
         assert settings.database_url is not None
         size_bytes = write(settings.database_url.get_secret_value(), file)
-    return answer({"file": str(file), "bytes": size_bytes}, f"{size_bytes:,} bytes in {file}", as_json)
+    return answer({"file": str(file), "bytes": size_bytes}, f"{bytes_text(size_bytes)} in {file}", as_json)
 
 
 @database.command()

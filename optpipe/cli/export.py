@@ -20,7 +20,7 @@ from optpipe.export import EXPORTERS, Exported, exporter
 from optpipe.export.launch import TRAINERS, launch_files
 from optpipe.files import check_writable, make_folder, write_atomically
 from optpipe.mode_names import FULL, OFFLOAD
-from optpipe.units import share_text, time_text, us_text
+from optpipe.units import bytes_text, change_text, share_text, time_text
 
 if TYPE_CHECKING:
     from optpipe.document import Document
@@ -67,14 +67,14 @@ def _export_settings(schedule: Schedule, trainer: Trainer) -> Exported:
     peaks = [device.peak_bytes_any_timing for device in schedule.devices]
     plan = {"value_us": schedule.value_us, "bubble": bubble, "peak_bytes": peaks}
     rows = [
-        ("activations", "step", "against the plan", "bubble", "largest peak bytes", "beyond the budget", "flags"),
-        ("the plan", us_text(schedule.value_us), "", share_text(bubble), f"{max(peaks):,}", "", ""),
+        ("activations", "step", "change", "bubble, recomputation", "largest peak", "beyond the budget", "flags"),
+        ("the plan", time_text(schedule.value_us), "", share_text(bubble), bytes_text(max(peaks)), "", ""),
     ]
     for one in found:
-        slower = f"{one.value_us / schedule.value_us - 1:+.1%}" if schedule.value_us else ""
-        figures = us_text(one.value_us), slower, share_text(one.bubble), f"{max(one.peak_bytes):,}"
-        rows.append((one.mode, *figures, f"{one.short_bytes:,}", " ".join(one.settings)))
-    lacks = f"no setting keeps the budgets: with the nearest one a device lacks {best.short_bytes:,} bytes."
+        change = change_text(one.value_us, schedule.value_us)
+        figures = time_text(one.value_us), change, share_text(one.bubble), bytes_text(max(one.peak_bytes))
+        rows.append((one.mode, *figures, bytes_text(one.short_bytes), " ".join(one.settings)))
+    lacks = f"no setting keeps the budgets: with the nearest one a device lacks {bytes_text(best.short_bytes)}."
     return Exported(
         "".join(f"{line}\n" for line in (*(f"# {line}" for line in lost), *flags)),
         {"plan": plan, "flags": flags, "lost": lost, "settings": [asdict(one) for one in found]},
@@ -86,11 +86,11 @@ def _export_settings(schedule: Schedule, trainer: Trainer) -> Exported:
 
 def _lost(schedule: Schedule, best: Setting) -> list[str]:
     """Sentences on what a trainer's settings lose against a schedule: time, memory, activations, order."""
-    slower = f", {best.value_us / schedule.value_us - 1:+.1%}" if schedule.value_us else ""
-    lost = [f"step {us_text(best.value_us)}, the plan's {us_text(schedule.value_us)}{slower}"]
+    change = change_text(best.value_us, schedule.value_us)
+    lost = [f"step {time_text(best.value_us)}, the plan's {time_text(schedule.value_us)}: {change}"]
     if best.short_bytes:
         lost.append(
-            f"DOES NOT FIT: a device lacks {best.short_bytes:,} bytes with these settings, the nearest that there are"
+            f"DOES NOT FIT: a device lacks {bytes_text(best.short_bytes)} with these settings, the nearest ones"
         )
     if not any("csv" in flag for flag in best.settings):
         lost.append("the trainer runs an order of its own, not the plan's")

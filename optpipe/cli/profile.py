@@ -20,6 +20,7 @@ from optpipe.files import check_writable, write_atomically
 from optpipe.kinds import WITHOUT_MODES
 from optpipe.mode_names import parse_modes
 from optpipe.placement import devices_of_stages
+from optpipe.units import bytes_text, time_text
 
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
@@ -352,29 +353,27 @@ def profile_run(
         return 0
     console = stdout()
     console.print(f"{run.name}: {run.source}\n")
-    times = table(
-        "stage", "device", *(f"{kind} (us)" for kind in WITHOUT_MODES), "to the next", "back", "gather", "reduce"
-    )
-    memory = table("stage", "activation bytes", "kept for W", "may leave", "parameter bytes", "gathered", "gradients")
+    times = table("stage", "device", *WITHOUT_MODES, "to the next", "back", "gather", "reduce")
+    memory = table("stage", "activation", "kept for W", "may be offloaded", "parameters", "gathered", "gradients")
     for s, costs in enumerate(run.stages):
         found = [*(costs.times_us.get(kind) for kind in WITHOUT_MODES), *[*run.transfers_us, (None, None)][s]]
         found += [costs.times_us.get(kind) for kind in ("GATHER", "REDUCE")]
-        times.add_row(str(s), str(run.placement[s]), *("-" if us is None else f"{us:,.1f}" for us in found))
+        times.add_row(str(s), str(run.placement[s]), *("-" if us is None else time_text(us) for us in found))
         held = (costs.activation_bytes, costs.backward_weight_bytes, costs.offload_bytes, costs.parameter_bytes)
         sizes = (*held, costs.replica.gathered_bytes, costs.replica.gradient_bytes)
-        memory.add_row(str(s), *(f"{size:,}" for size in sizes))
+        memory.add_row(str(s), *map(bytes_text, sizes))
     console.print(times)
     console.print("medians; gather and reduce are once a step, in the bubble of a trace and not in the problem\n")
     console.print(memory)
     for s, stage in enumerate(problem.stages):
-        for mode in stage.modes:
+        for mode in (one for one in stage.choices if one.recomputes):
             console.print(
-                f"stage {s}, {mode.name}: keeps {mode.kept_bytes:,} of {stage.activation_bytes:,} bytes, C takes "
-                f"{mode.recompute_us:,.1f} us"
+                f"stage {s}, {mode.name}: keeps {bytes_text(mode.kept_bytes)} of "
+                f"{bytes_text(stage.activation_bytes)}, C takes {time_text(mode.recompute_us)}"
             )
     if memory_bytes is not None:
-        left = ", ".join(f"{budget:,}" for budget in budgets if budget is not None)
-        console.print(f"left of {memory_bytes:,} bytes for activations: {left}")
+        left = ", ".join(bytes_text(budget) for budget in budgets if budget is not None)
+        console.print(f"left of {bytes_text(memory_bytes)} for activations: {left}")
     console.print(f"wrote {output} ({problem.format})")
     return 0
 
@@ -453,10 +452,12 @@ def _problem(
     best = min(cuts, key=lambda one: one.rating.estimate_us if one.rating else inf, default=None)
     problem = best.problem if best else None
     if problem is None:
+        memory = profile.memory_bytes
+        most = f", and the parameters of a device's stages at most {bytes_text(memory)}" if memory is not None else ""
         detail = (
             f"gives {len(placed)} stages on {count} devices, into which {layers} layers do not fit: each stage needs "
-            f"a layer, and the parameters of a device's stages at most {profile.memory_bytes:,} bytes. Maybe use "
-            "other numbers of stages or devices, or divide layers among more of them (parallel.tensor)."
+            f"a layer{most}. Maybe use other numbers of stages or devices, or divide layers among more of them "
+            "(parallel.tensor)."
         )
         raise InputError([Issue("--placement", "does_not_fit", detail)])
     return problem

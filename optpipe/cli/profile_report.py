@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe.cli.console import stdout, table
 from optpipe.kinds import WITHOUT_MODES
 from optpipe.stage import Workspace
-from optpipe.units import percent_text, share_text, us_text
+from optpipe.units import bytes_text, percent_text, share_text, time_text, times_text
 
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
@@ -53,11 +53,11 @@ def document(measured: Measured, check: Check | None, output: Path, written: str
 
 def print_layers(profile: LayerProfile) -> None:
     """Print times and bytes of each layer."""
-    rows = table("layer", "times", "F", "B", "W", "activation bytes", "kept for W", "may leave", "parameter bytes")
+    rows = table("layer", "times", "F", "B", "W", "activation", "kept for W", "may be offloaded", "parameters")
     for layer in profile.layers:
         times = (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)
         held = (layer.activation_bytes, layer.backward_weight_bytes, layer.offload_bytes, layer.parameter_bytes)
-        rows.add_row(layer.name, str(layer.repeat), *map(us_text, times), *(f"{size:,}" for size in held))
+        rows.add_row(layer.name, str(layer.repeat), *times_text(times), *map(bytes_text, held))
     stdout().print(rows)
 
 
@@ -66,7 +66,7 @@ def print_stages(measured: Measured) -> None:
     from optpipe.profile.ops import kinds_of_mode
 
     console = stdout()
-    times = table("stage", "device", *(f"{kind} (us)" for kind in WITHOUT_MODES), "to the next stage")
+    times = table("stage", "device", *WITHOUT_MODES, "to the next stage")
     boundaries = [*measured.transfers.spreads, None]
     for s, stage in enumerate(measured.stages):
         cells = [_spread_text(stage.times.get(kind)) for kind in WITHOUT_MODES]
@@ -76,13 +76,13 @@ def print_stages(measured: Measured) -> None:
     for undeferred in [undeferred for stage in measured.stages for undeferred in stage.undeferred]:
         console.print(f"{undeferred}\n")
     workspaces = tuple(Workspace.model_fields)
-    columns = ("activation bytes", "kept for W", "may leave", *(f"workspace {kind}" for kind in workspaces))
-    memory = table("stage", *columns, "parameter bytes")
+    columns = ("activation", "kept for W", "may be offloaded", *(f"workspace {kind}" for kind in workspaces))
+    memory = table("stage", *columns, "parameters")
     for s, stage in enumerate(measured.stages):
         sizes = stage.sizes
         held = (sizes.activation_bytes, sizes.backward_weight_bytes, sizes.offload_bytes)
         work = [sizes.workspace_bytes.get(kind) for kind in workspaces]
-        cells = ["-" if size is None else f"{size:,}" for size in (*held, *work, stage.parameter_bytes)]
+        cells = ["-" if size is None else bytes_text(size) for size in (*held, *work, stage.parameter_bytes)]
         memory.add_row(str(s), *cells)
     console.print(memory)
     for s, stage in enumerate(measured.stages):
@@ -91,8 +91,8 @@ def print_stages(measured: Measured) -> None:
             saves = "" if again.kept_bytes < whole else ", which saves nothing: no mode is written"
             recomputation = _spread_text(stage.times[kinds_of_mode(mode)[0]])
             console.print(
-                f"stage {s}, {mode}: keeps {again.kept_bytes:,} of {whole:,} bytes, C takes {recomputation} us, "
-                f"{again.segment_bytes:,} bytes at a time inside the backward{saves}"
+                f"stage {s}, {mode}: keeps {bytes_text(again.kept_bytes)} of {bytes_text(whole)}, C takes "
+                f"{recomputation}, {bytes_text(again.segment_bytes)} at a time inside the backward{saves}"
             )
     for s in measured.varying:
         console.print(_varying_sizes_text(s, measured.stages[s]))
@@ -111,21 +111,21 @@ def print_slices(measured: Measured) -> None:
     for s, stage in enumerate(measured.stages):
         for slicing in stage.slicings:
             columns = ([one[kind].median_us for one in slicing.times] for kind in ("F", "BW"))
-            texts = "; ".join(" ".join(f"{time_us:,.1f}" for time_us in times_us) for times_us in columns)
+            texts = "; ".join(" ".join(times_text(times_us)) for times_us in columns)
             lengths = " ".join(map(str, slicing.lengths))
-            console.print(f"stage {s}, slices of {lengths} tokens: F and BW take {texts} us")
+            console.print(f"stage {s}, slices of {lengths} tokens: F and BW take {texts}")
         total_us = sum(passes_us(stage.times).values())
         share = stage.attention_us / total_us if total_us else 0.0
-        more = ", ".join(f"{one.slice_us:,.1f}" for one in stage.length_costs.values())
+        more = ", ".join(times_text([one.slice_us for one in stage.length_costs.values()]))
         console.print(
             f"stage {s}: causal attention is {percent_text(share)} of F, B and W of a whole sequence; each slice takes "
-            f"{more} us more in these; gradients of keys and values take "
-            f"{stage.slicings[-1].gradient_bytes:,} bytes a slice"
+            f"{more} more in these; gradients of keys and values take "
+            f"{bytes_text(stage.slicings[-1].gradient_bytes)} a slice"
         )
 
 
 def _spread_text(spread: Spread | None) -> str:
-    return f"{spread.median_us:,.1f} ({100 * spread.relative:.0f} %)" if spread else "-"
+    return f"{time_text(spread.median_us)} ({100 * spread.relative:.0f} %)" if spread else "-"
 
 
 def _varying_sizes_text(number: int, stage: StageFigures) -> str:
@@ -137,8 +137,9 @@ def _varying_sizes_text(number: int, stage: StageFigures) -> str:
         "kept for W": (stage.smallest.backward_weight_bytes, stage.sizes.backward_weight_bytes),
         **{f"workspace {kind}": (stage.smallest.workspace_bytes[kind], kinds[kind]) for kind in kinds},
     }
-    spread = ", ".join(f"{name} {low:,} to {high:,}" for name, (low, high) in pairs.items() if low != high)
-    return f"stage {number}: bytes depend on the data, over {stage.samples} microbatches: {spread}"
+    differing = [(name, *map(bytes_text, sizes)) for name, sizes in pairs.items() if sizes[0] != sizes[1]]
+    spread = ", ".join(f"{name} {low} to {high}" for name, low, high in differing)
+    return f"stage {number}: sizes depend on the data, over {stage.samples} microbatches: {spread}"
 
 
 def print_check(check: Check) -> None:
@@ -146,24 +147,25 @@ def print_check(check: Check) -> None:
     comparison, console, step_us = check.comparison, stdout(), check.step.median_us
     console.print(
         f"\nstep of {check.method}, all devices in one process, in turns:\n"
-        f"  predicted {us_text(round(check.serial_us))} (the sum of all its ops and messages), measured "
-        f"{us_text(round(step_us))} (interquartile range {100 * check.step.relative:.0f} %), "
+        f"  predicted {time_text(check.serial_us)} (the sum of all its ops and messages), measured "
+        f"{time_text(step_us)} (interquartile range {100 * check.step.relative:.0f} %), "
         f"ratio {check.ratio:.3f}\n"
         f"  breakdown of one recorded step:"
     )
     rows = table("action", "times", "predicted", "recorded", "difference, of the step")
     for share in check.shares:
         predicted_us = share.predicted_us or 0.0
-        predicted = "-" if share.predicted_us is None else us_text(round(predicted_us))
+        predicted = "-" if share.predicted_us is None else time_text(predicted_us)
         difference = share_text((share.recorded_us - predicted_us) / step_us)
-        rows.add_row(share.kind, str(share.actions), predicted, us_text(round(share.recorded_us)), difference)
+        rows.add_row(share.kind, str(share.actions), predicted, time_text(share.recorded_us), difference)
     between_us = step_us - sum(share.recorded_us for share in check.shares)
-    rows.add_row("the rest of a step", "", "-", us_text(round(between_us)), share_text(between_us / step_us))
+    rows.add_row("the rest of a step", "", "-", time_text(between_us), share_text(between_us / step_us))
     console.print(rows)
     console.print(
         f"as a pipeline, each device on its own hardware:\n"
-        f"  predicted {us_text(round(comparison.planned_step_us))}, re-timed with the durations of a recorded step "
-        f"{us_text(round(comparison.step_us))}, ratio {comparison.step_us / comparison.planned_step_us:.3f}"
+        f"  predicted {time_text(comparison.planned_step_us)}, re-timed with the durations of a recorded step "
+        f"{time_text(comparison.step_us)}, ratio {comparison.step_us / comparison.planned_step_us:.3f}"
     )
     for d, device in enumerate(comparison.devices):
-        console.print(f"  device {d}: peak {device.peak_bytes:,} bytes, predicted {device.expected_peak_bytes:,}")
+        peak, expected = bytes_text(device.peak_bytes), bytes_text(device.expected_peak_bytes)
+        console.print(f"  device {d}: peak {peak}, predicted {expected}")

@@ -22,7 +22,7 @@ from optpipe.cli.console import (
 )
 from optpipe.errors import InputError, Issue, NoSolutionError
 from optpipe.files import check_writable, write_atomically
-from optpipe.units import share_text, us_text
+from optpipe.units import budget_text, bytes_text, share_text, time_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -278,7 +278,7 @@ def print_event(event: Progress | Heartbeat) -> None:
 def print_progress(seconds: float, best: Solution | ServerProgress) -> None:
     """Print one line on stderr for a better value or bound, found here or on a server."""
     stderr().print(
-        f"{seconds:8.2f} s  {us_text(best.value_us):>16}  bound {us_text(best.bound_us):>16}  "
+        f"{seconds:8.2f} s  {time_text(best.value_us):>10}  bound {time_text(best.bound_us):>10}  "
         f"gap {share_text(best.gap):>8}  {best.method}",
     )
 
@@ -295,8 +295,8 @@ def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
         if recomputed:
             bubble += f" ({share_text(schedule.bubble_with_recomputation)} with recomputation)"
     lines = [
-        f"{schedule.problem.name or 'problem'}: {schedule.objective} {us_text(schedule.value_us)}, {proof} "
-        f"(bound {us_text(schedule.bound_us)})",
+        f"{schedule.problem.name or 'problem'}: {schedule.objective.replace('_', ' ')} "
+        f"{time_text(schedule.value_us)}, {proof} (bound {time_text(schedule.bound_us)})",
         f"method {schedule.method}, {took}; {bubble}; {offloaded}",
     ]
     limited = [
@@ -306,9 +306,9 @@ def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
     ]
     if limited:
         peak, budget, d = max(limited, key=lambda entry: (entry[0] / entry[1] if entry[1] else 1.0, -entry[2]))
-        lines.append(f"fullest device {d}: at most {peak:,} of {budget:,} bytes under any timing")
+        lines.append(f"fullest device {d}: at most {budget_text(peak, budget)}, under any timing")
     else:
-        lines.append(f"peak {max(device.peak_bytes for device in schedule.devices):,} bytes; no budgets")
+        lines.append(f"peak {bytes_text(max(device.peak_bytes for device in schedule.devices))}; no budgets")
     if output:
         lines.append(f"wrote {output}")
     for line in lines:

@@ -11,7 +11,7 @@ import typer
 from optpipe.cli.console import AsJson, check_picture, doing, print_json, stdout, table
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, write_atomically
-from optpipe.units import share_text, us_text
+from optpipe.units import bytes_text, difference_text, share_text, time_text
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
@@ -32,18 +32,19 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
     console.print(f"step {trace.step} of {trace.source or 'a training run'}")
     if basis == "measured":
         console.print(
-            f"measured: each device ran in its own process; clocks agree to within {_us(trace.clock_error_us)}, "
+            f"measured: each device ran in its own process; clocks agree to within {time_text(trace.clock_error_us)}, "
             "so times are shown as measured"
         )
     else:
         console.print(
             f"re-timed: the devices ran in one process, in turns, so the measured step "
-            f"({_us(comparison.measured_step_us)}) is not that of a pipeline;\nshown is the plan's order with the "
-            "median duration measured for each kind of op and stage"
+            f"({time_text(comparison.measured_step_us)}) is not that of a pipeline;\n"
+            "shown is the plan's order with the median duration measured for each kind of op and stage"
         )
     ratio = _ratio_text(comparison.step_us, comparison.planned_step_us)
+    planned, took = time_text(comparison.planned_step_us), time_text(comparison.step_us)
     console.print(
-        f"step: planned {_us(comparison.planned_step_us)}, {basis} {_us(comparison.step_us)}, ratio {ratio}; "
+        f"step: planned {planned}, {basis} {took}, ratio {ratio}; "
         f"compute takes {comparison.work_ratio:.3f} times as long as planned"
     )
     if not comparison.plan_fits:
@@ -54,7 +55,7 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
         basis,
         "busy planned",
         basis,
-        "peak bytes planned",
+        "peak planned",
         "measured",
         "measured / planned",
         "copies hidden planned",
@@ -65,10 +66,10 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
             str(d),
             share_text(device.planned_bubble),
             share_text(device.bubble),
-            _us(device.planned_busy_us),
-            _us(device.busy_us),
-            f"{device.expected_peak_bytes:,}",
-            f"{device.peak_bytes:,}",
+            time_text(device.planned_busy_us),
+            time_text(device.busy_us),
+            bytes_text(device.expected_peak_bytes),
+            bytes_text(device.peak_bytes),
             _ratio_text(device.peak_bytes, device.expected_peak_bytes),
             _optional_share(device.planned_hidden),
             _optional_share(device.hidden),
@@ -79,9 +80,9 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
             inside_us = device.collectives_us - device.exposed_collectives_us
             share = share_text(inside_us / comparison.step_us if comparison.step_us else 0.0)
             console.print(
-                f"device {d}: {_us(device.collectives_us)} in gathers of parameters and reductions of gradients, which "
-                f"no plan has: {_us(inside_us)} in its bubble, {share} of the step, and "
-                f"{_us(device.exposed_collectives_us)} before the step's first op or behind its last"
+                f"device {d}: {time_text(device.collectives_us)} in gathers of parameters and reductions of gradients, "
+                f"which no plan has: {time_text(inside_us)} in its bubble, {share} of the step, and "
+                f"{time_text(device.exposed_collectives_us)} before the step's first op or behind its last"
             )
 
 
@@ -103,19 +104,19 @@ def _print_differences(comparison: Comparison) -> None:
     """Print where the step's difference comes from: the critical path, single ops, kinds of ops, and transfers."""
     console, path = stdout(), comparison.path
     console.print(
-        f"\nthe step differs by {_signed(comparison.step_us - comparison.planned_step_us)}: on its critical path, "
-        f"{path.ops} ops that decide the end, ops {_signed(path.op_difference_us)}, gaps between them "
-        f"{_signed(path.gap_difference_us)}, and {_signed(path.slack_us)} of slack in the plan\n"
+        f"\nthe step differs by {difference_text(comparison.step_us - comparison.planned_step_us)}: on its critical "
+        f"path, {path.ops} ops that decide the end, ops {difference_text(path.op_difference_us)}, gaps between them "
+        f"{difference_text(path.gap_difference_us)}, and {difference_text(path.slack_us)} of slack in the plan\n"
     )
     rows = table("largest differences", "device", "planned", "measured", "difference", "decides the end")
     for op in comparison.differences:
-        times = (_us(op.planned_us), _us(op.measured_us), _signed(op.difference_us))
+        times = (time_text(op.planned_us), time_text(op.measured_us), difference_text(op.difference_us))
         rows.add_row(op.op, str(op.device), *times, "yes" if op.on_path else "")
     console.print(rows)
     console.print()
     rows = table("medians", "ops", "planned", "measured", "measured / planned")
     for kind in comparison.kinds:
-        times = (_us(kind.planned_us), _us(kind.median_us), _ratio_text(kind.median_us, kind.planned_us))
+        times = (time_text(kind.planned_us), time_text(kind.median_us), _ratio_text(kind.median_us, kind.planned_us))
         mode = f", {kind.mode}" if kind.mode else ""
         rows.add_row(f"{kind.kind} of stage {kind.stage}{mode}", str(kind.ops), *times)
     console.print(rows)
@@ -126,8 +127,8 @@ def _print_differences(comparison: Comparison) -> None:
     for transfer in comparison.transfers:
         before, after = transfer.boundary, transfer.boundary + 1
         stages = f"stage {before} -> {after}" if transfer.direction == "F" else f"stage {after} -> {before}"
-        median = "-" if transfer.median_us is None else _us(transfer.median_us)
-        rows.add_row(stages, str(transfer.messages), str(transfer.timed), _us(transfer.planned_us), median)
+        median = "-" if transfer.median_us is None else time_text(transfer.median_us)
+        rows.add_row(stages, str(transfer.messages), str(transfer.timed), time_text(transfer.planned_us), median)
     console.print(rows)
 
 
@@ -167,14 +168,6 @@ def _better_order(schedule: Schedule, seconds: float) -> dict[str, Any]:
         "saved": 1 - found.value_us / in_use_us,
         "most_saved": 1 - found.bound_us / in_use_us,
     }
-
-
-def _us(time_us: float) -> str:
-    return us_text(time_us, 1)  # the clocks' resolution
-
-
-def _signed(time_us: float) -> str:
-    return f"{time_us:+,.1f} us"
 
 
 def _ratio_text(measured: float, planned: float) -> str:
@@ -244,8 +237,8 @@ def command(
         _print_differences(comparison)
         if found:
             stdout().print(
-                f"\nanother order of the same ops takes {_us(found['value_us'])} by {found['method']} where this one "
-                f"takes {_us(found['in_use_us'])}: {share_text(found['saved'])} less; at most "
+                f"\nthis order of the ops takes {time_text(found['in_use_us'])}; {found['method']} found one that "
+                f"takes {time_text(found['value_us'])}, {share_text(found['saved'])} less; at most "
                 f"{share_text(found['most_saved'])} can be saved"
             )
         if output:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from optpipe.cli.console import stderr, stdout, table
-from optpipe.units import share_text
+from optpipe.units import bytes_text, share_text, time_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ def print_result(result: TrainingResult, trace_path: Path | None = None) -> None
     begun = f", from step {result.first_step} on" if result.first_step else ""
     text = f"{len(result.losses)} steps{begun} of {result.parameters:,} parameters in {result.processes} process(es)"
     if result.losses:
-        took = f"median {median(result.step_seconds):.2f} s a step"
+        took = f"median {time_text(1e6 * median(result.step_seconds))} a step"
         terms = [f"{name} {values[0]:.4f} -> {values[-1]:.4f}" for name, values in result.loss_terms.items()]
         of_terms = f" ({', '.join(terms)})" if terms else ""
         text += f": loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}{of_terms}, {took}"
@@ -73,15 +73,15 @@ def print_result(result: TrainingResult, trace_path: Path | None = None) -> None
 
 def _print_check(check: CheckResult) -> None:
     budgets = any(device.budget_bytes is not None for device in check.devices)
-    columns = ("device", "peak bytes", "planned", "measured / planned", "host bytes", "left after a step")
+    columns = ("device", "peak", "planned", "measured / planned", "on the host", "left after a step")
     rows = table(*columns, *(["budget, with messages"] if budgets else []))
     for d, device in enumerate(check.devices):
         share = device.peak_bytes / device.planned_peak_bytes if device.planned_peak_bytes else 1.0
-        sizes = (f"{device.peak_bytes:,}", f"{device.planned_peak_bytes:,}", f"{share:.4f}")
-        budget = "-" if device.budget_bytes is None else f"{device.budget_bytes:,}"
-        rows.add_row(
-            str(d), *sizes, f"{device.host_peak_bytes:,}", f"{device.left_bytes:,}", *([budget] if budgets else [])
-        )
+        sizes = (bytes_text(device.peak_bytes), bytes_text(device.planned_peak_bytes), f"{share:.4f}")
+        more = [bytes_text(device.host_peak_bytes), bytes_text(device.left_bytes)]
+        if budgets:
+            more.append("-" if device.budget_bytes is None else bytes_text(device.budget_bytes))
+        rows.add_row(str(d), *sizes, *more)
     stdout().print(rows)
     stdout().print(f"largest gradient error against the reference step: {check.max_gradient_error:.2e}")
 
@@ -128,15 +128,19 @@ def progress(steps: int, leads: bool) -> Iterator[Callable[[StepReport], None] |
 def figures_text(step: StepReport) -> str:
     """Loss with its terms, tokens per second, and bubble and memory if they were measured."""
     terms = ", ".join(f"{name} {value:.4f}" for name, value in step.loss_terms.items())
-    parts = [f"loss {step.loss:.4f}" + (f" ({terms})" if terms else ""), f"{step.tokens_per_second:,.0f} tokens/s"]
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    each = f" ({step.tokens_per_second / processes:,.0f} a device)" if processes > 1 else ""
+    speed = f"{step.tokens_per_second:,.0f} tokens/s{each}"
+    parts = [f"loss {step.loss:.4f}" + (f" ({terms})" if terms else ""), speed]
     if step.bubble is not None:
         parts.append(f"bubble {100 * step.bubble:.0f} %")
     if step.peak_memory_bytes:
-        parts.append(f"{step.peak_memory_bytes / 2**20:,.0f} MiB")
+        parts.append(bytes_text(step.peak_memory_bytes))
     return "  ".join(parts)
 
 
 def print_step(step: StepReport, every: int) -> None:
     """Print a line on stderr for every `every` steps, and for the last."""
     if step.step % every == 0 or step.step + 1 == step.steps:
-        stderr().print(f"step {step.step + 1:>4} of {step.steps}  {figures_text(step)}  {step.seconds:.2f} s")
+        took = time_text(1e6 * step.seconds)
+        stderr().print(f"step {step.step + 1:>4} of {step.steps}  {figures_text(step)}  {took}")

@@ -9,7 +9,7 @@ import typer
 
 from optpipe.cli.console import AsJson, PrintWidth, answer, check_picture, print_json, stdout, table
 from optpipe.cli.documents import ProblemOfCsv, load_schedule
-from optpipe.units import share_text, us_text
+from optpipe.units import bytes_text, share_text, time_text, time_unit
 
 ScheduleFile = Annotated[
     Path,
@@ -38,14 +38,23 @@ def command(schedule: ScheduleFile, problem: ProblemOfCsv = None, as_json: AsJso
         print_json(document)
         return 0 if verdict.ok else 1
     console = stdout()
-    rows = table("device", "peak bytes", "under any timing", "budget", "span", "bubble")
+    columns = ("peak", "under any timing", "budget", "left", "busy", "idle before", "within", "after")
+    rows, unit = table("device", *columns), time_unit(verdict.makespan_us)
     for d, (facts, device) in enumerate(zip(verdict.devices, loaded.problem.devices, strict=True)):
-        worst_case = "deadlock" if facts.peak_bytes_any_timing is None else f"{facts.peak_bytes_any_timing:,}"
-        budget = "none" if device.memory_bytes is None else f"{device.memory_bytes:,}"
-        figures = f"{facts.peak_bytes:,}", worst_case, budget, us_text(facts.span_us), share_text(facts.bubble)
-        rows.add_row(str(d), *figures)
+        worst, budget = facts.peak_bytes_any_timing, device.memory_bytes
+        sizes = [
+            bytes_text(facts.peak_bytes),
+            "deadlock" if worst is None else bytes_text(worst),
+            "none" if budget is None else bytes_text(budget),
+            "-" if budget is None or worst is None else bytes_text(budget - worst),
+        ]
+        times = [time_text(time_us, unit) for time_us in (facts.busy_us, *loaded.idle_us(d))]
+        rows.add_row(str(d), *sizes, *times)
     console.print(rows)
-    console.print(f"makespan {us_text(verdict.makespan_us)}, device span {us_text(verdict.device_span_us)}")
+    console.print(
+        f"makespan {time_text(verdict.makespan_us)}, device span {time_text(verdict.device_span_us)}, "
+        f"bubble {share_text(max(verdict.devices, key=lambda facts: facts.busy_us).bubble)}"
+    )
     for violation in verdict.violations[:SHOWN_VIOLATIONS]:
         console.print(f"broken: {violation}")
     if len(verdict.violations) > SHOWN_VIOLATIONS:

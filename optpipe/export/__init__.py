@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from optpipe.units import budget_text
+
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
     from optpipe.trace.document import Trace
@@ -91,9 +93,7 @@ def _torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> Exported:
 
 def _need(device: int, need: int, budget: int | None) -> str:
     """Sentence on the memory that a device needs without offload."""
-    limit = "no limit" if budget is None else f"{budget:,} bytes"
-    over = f", {need - budget:,} too few" if budget is not None and need > budget else ""
-    return f"device {device} needs {need:,} bytes without offload (budget: {limit}{over})"
+    return f"device {device} without offload: {budget_text(need, budget)}"
 
 
 @exporter(

@@ -20,6 +20,7 @@ from optpipe.pipelining.schedule import PlannedSchedule
 from optpipe.runtime.distributed import gather_json
 from optpipe.schedule import Schedule
 from optpipe.trace.record import RankRecord
+from optpipe.units import time_text
 
 QUICK_METHOD = "ada-offload"
 """A published schedule that keeps every budget and takes milliseconds to make."""
@@ -126,7 +127,7 @@ class OnlinePlanner:
                     self._commands.clear()
             elif Path(self._result).exists():
                 found = Schedule.load(self._result)
-                self.log.append(f"{found.method}: {found.value_us:,.0f} us a step predicted")
+                self.log.append(f"{found.method}: {time_text(found.value_us)} a step predicted")
             self._running = None
         if self._commands:
             self._running = begin_optpipe(self._commands.pop(0))

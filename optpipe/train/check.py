@@ -48,6 +48,7 @@ from optpipe.train.launch import hardware_name
 from optpipe.train.model import Model, moved
 from optpipe.train.result import CheckResult, DeviceMemory
 from optpipe.train.tasks.base import Batch
+from optpipe.units import bytes_text
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -457,7 +458,7 @@ def _memory_failures(check: CheckResult, model: Model) -> Iterator[str]:
             yield excess
         if device.left_bytes:
             yield (
-                f"device {d} has {device.left_bytes:,} bytes left alive after a step, but must have none. Maybe a "
+                f"device {d} has {bytes_text(device.left_bytes)} left alive after a step, but must have none. Maybe a "
                 "module of its stages keeps tensors of its forward."
             )
 

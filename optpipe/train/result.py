@@ -12,6 +12,7 @@ from typing import Any, Literal
 from optpipe.display import Displayed, Summary
 from optpipe.schedule import Schedule
 from optpipe.trace import Trace
+from optpipe.units import bytes_text, time_text
 
 LOG = logging.getLogger("optpipe.train.resolve")
 
@@ -194,13 +195,13 @@ class TrainingResult(Displayed):
         if self.losses:
             facts.append(("loss", f"{self.losses[0]:.4f} -> {self.losses[-1]:.4f}"))
             facts += [(f"loss, {name}", f"{term[0]:.4f} -> {term[-1]:.4f}") for name, term in self.loss_terms.items()]
-            facts.append(("median step", f"{median(self.step_seconds):.2f} s"))
+            facts.append(("median step", time_text(1e6 * median(self.step_seconds))))
         if self.check is None:
             return Summary("A training run", facts)
         facts.append(("largest gradient error", f"{self.check.max_gradient_error:.2e}"))
-        head = ("device", "peak bytes", "planned", "host bytes", "left after a step")
+        head = ("device", "peak", "planned", "on the host", "left after a step")
         rows = []
         for d, memory in enumerate(self.check.devices):
             sizes = (memory.peak_bytes, memory.planned_peak_bytes, memory.host_peak_bytes, memory.left_bytes)
-            rows.append((f"device {d}", *(f"{size:,}" for size in sizes)))
+            rows.append((f"device {d}", *map(bytes_text, sizes)))
         return Summary("A training run, checked", facts, head, rows)

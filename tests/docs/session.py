@@ -83,7 +83,11 @@ def check_output(shown: Block, printed: str) -> None:
 
 def _pattern(line: str, exact: bool) -> str:
     words = r"\s+".join(map(re.escape, line.split()))
-    return words if exact else re.sub(r"\d(?:\d|\\?[.,](?=\d))*", r"[\\d.,]+", words)
+    if exact:
+        return words
+    for units in ("µs|ms|s", "B|KiB|MiB|GiB"):  # another machine's times and sizes may need other ones
+        words = re.sub(rf"(?<=\\s\+)(?:{units})(?!\w)", f"(?:{units})", words)
+    return re.sub(r"\d(?:\d|\\?[.,](?=\d))*", r"[\\d.,]+", words)
 
 
 def _lines(blocks: Sequence[Block]) -> Iterator[str]:

@@ -183,7 +183,7 @@ def test_a_training_run_shows_its_losses_and_its_check() -> None:
     assert "loss 5.2500 -> 2.5000, median step" in render_line(plain)
     check = CheckResult(1e-7, "stage 0 weight", 0.0, (DeviceMemory(3000, 2000, (0, 5), 40),))
     rows = Cells(render_html(replace(plain, check=check))).rows
-    assert rows[1:] == [["device 0", "3,000", "2,000", "40", "5"]]
+    assert rows[1:] == [["device 0", "2.93 KiB", "1.95 KiB", "40 B", "5 B"]]
     assert render_line(replace(plain, losses=(), step_seconds=())).endswith(
         "0 steps of 1,000 parameters in 1 process(es)"
     )

@@ -7,17 +7,32 @@ from matplotlib.colors import to_rgb
 
 from optpipe.kinds import KIND
 from optpipe.plot.style import Rgb, ink_on, op_colour
-from optpipe.units import bytes_text, count_text, memory_unit, percent_text, share_text, time_text, time_unit, us_text
+from optpipe.units import (
+    budget_text,
+    bytes_text,
+    change_text,
+    count_text,
+    difference_text,
+    memory_unit,
+    percent_text,
+    share_text,
+    time_text,
+    time_unit,
+    times_text,
+    us_text,
+)
 
 
 @pytest.mark.parametrize(
     ("time_us", "text"),
     [
-        (0, "0.000 µs"),
+        (0, "0 µs"),
+        (-1e9, "-1,000 s"),
+        (float("inf"), "inf s"),
         (151, "151.0 µs"),
-        (1999, "1,999 µs"),
-        (2000, "2.000 ms"),
-        (1.31e6, "1,310 ms"),
+        (999, "999.0 µs"),
+        (1000, "1.000 ms"),
+        (1.31e6, "1.310 s"),
         (1e9, "1,000 s"),
     ],
 )
@@ -30,6 +45,21 @@ def test_times(time_us: float, text: str) -> None:
 )
 def test_sizes(size_bytes: int, text: str) -> None:
     assert bytes_text(size_bytes) == bytes_text(size_bytes, memory_unit(size_bytes)) == text
+
+
+def test_times_that_are_compared_have_one_unit() -> None:
+    assert times_text([None, 2500, 400]) == ["-", "2.500 ms", "0.400 ms"]
+    assert [change_text(other, 2) for other in (2.0004, 1, 3)] == ["the same", "-50.0 %", "+50.0 %"]
+    assert [difference_text(time_us) for time_us in (2500, -400, 0)] == ["+2.500 ms", "-400.0 µs", "0 µs"]
+
+
+def test_what_is_left_of_a_budget() -> None:
+    used = [budget_text(3 * 2**20, budget) for budget in (2**22, 2**21, None)]
+    assert used == [
+        "3.00 MiB of 4.00 MiB, 1.00 MiB left",
+        "3.00 MiB of 2.00 MiB, 1.00 MiB too few",
+        "3.00 MiB, no limit",
+    ]
 
 
 def test_sizes_in_a_larger_unit() -> None:

@@ -20,6 +20,7 @@ from optpipe.train.checkpoint.write import CheckpointWriter, refuse_unwritten
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import gather_or_raise
 from optpipe.train.model import Model
+from optpipe.units import bytes_text
 
 LOG = logging.getLogger("optpipe.train.checkpoint")
 
@@ -150,7 +151,7 @@ class CheckpointCallback(Callback):
                 retire(folder, self._disk, step, self._config.checkpoints.keep, self._damaged)
             except OSError as error:  # the new checkpoint is written all the same
                 LOG.warning("an old checkpoint stays: %s", error)
-        took = f"{size_bytes:,} bytes in {perf_counter() - self._begun:.2f} s"
+        took = f"{bytes_text(size_bytes)} in {perf_counter() - self._begun:.2f} s"
         self._log(logging.INFO, f"wrote {final_path(folder, step)}: {took}")
         if self._on_written is not None:
             self._on_written(step, final_path(folder, step))

@@ -38,6 +38,7 @@ from optpipe.train.resolve.initial import InitialSchedule, arranged
 from optpipe.train.resolve.search import Search, Solver
 from optpipe.train.result import Events
 from optpipe.train.update import StepOutcome
+from optpipe.units import bytes_text, time_text
 
 STEPS_BEFORE = 20
 """Most steps before a switch that a trial compares with."""
@@ -356,13 +357,15 @@ class ResolveCallback(Callback):
             return {"kind": "kept", "text": f"training goes on as it is: {self._search.why_nothing}"}
         if any(excess := self._setting.excess_bytes(found, self._measured)):
             self._setting, self._stale = self._setting.reserving(excess), True
-            return {"kind": "kept", "text": f"{found.method} would take {max(excess):,} bytes too many for messages"}
+            text = f"{found.method} would take {bytes_text(max(excess))} too many for messages"
+            return {"kind": "kept", "text": text}
         for s, stage in enumerate(self._measured.stages):
             if not stage.splits and any(op.kind in HALVES and op.stage == s for op in found.orders.ops()):
                 text = f"training goes on as it is: {found.method} has B and W apart, but stages[{s}] is compiled"
                 return {"kind": "kept", "text": text}
         choice = choose(self._problem, self._model.schedule, found, self._config.least_gain)
-        figures = f"{choice.in_use_us:,.0f} us a step predicted, {choice.found_us:,.0f} us with {found.method}"
+        in_use, new = time_text(choice.in_use_us), time_text(choice.found_us)
+        figures = f"{in_use} a step predicted, {new} with {found.method}"
         if not choice.better:
             least = self._config.least_gain
             return {"kind": "kept", "text": f"{figures}: {choice.gain:.2%} less, under {least:.2%}; nothing is changed"}

@@ -31,6 +31,7 @@ from optpipe.train.resolve.search import Search, Solver
 from optpipe.train.result import Events
 from optpipe.train.tasks import build_task
 from optpipe.train.tasks.base import Task
+from optpipe.units import time_text
 from optpipe.worst_case_memory import worst_case_peak_bytes
 
 LOG = logging.getLogger("optpipe.train.resolve")
@@ -234,7 +235,7 @@ def initial_schedule(
         setting = setting.reserving(excess)
         schedule = _from_rank_0(online, setting.problem(measured), largest, launch, solver, interrupted)
     seconds = perf_counter() - begin
-    text = f"{schedule.method}: {schedule.value_us:,.0f} us a step predicted, found in {seconds:.2f} s"
+    text = f"{schedule.method}: {time_text(schedule.value_us)} a step predicted, found in {seconds:.2f} s"
     events.add(0, "found", text, seconds)
     return InitialSchedule(schedule, setting, measured, task, reference)
 

@@ -37,7 +37,7 @@ def test_nothing_has_changed(cli: Cli, tmp_path: Path) -> None:
     assert run.code == 0
     assert "same, proved" in run.out
     assert "1 runs: 1 same" in run.out
-    assert "1/1  two  auto  104 us, gap 0.00 %" in run.err
+    assert "1/1  two  auto  104.0 µs, gap 0.00 %" in run.err
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -198,7 +198,12 @@ def test_verify_says_valid(cli: Cli, schedule_file: Path) -> None:
     run = cli("verify", schedule_file)
     assert run.code == 0
     assert "valid: every rule" in run.out
-    assert cli("verify", schedule_file, "--json").document["ok"] is True
+    document = cli("verify", schedule_file, "--json").document
+    assert document["ok"] is True
+    schedule = Schedule.load(schedule_file)
+    for d, device in enumerate(document["devices"]):
+        assert sum(schedule.idle_us(d)) + device["busy_us"] == pytest.approx(document["makespan_us"])
+    assert [schedule.idle_us(d)[0] for d in (0, 1)] == [0, schedule.devices[1].compute.starts[0]]
 
 
 def test_verify_says_what_is_broken(cli: Cli, schedule_file: Path) -> None:
@@ -424,7 +429,7 @@ def test_export_of_the_nearest_settings_of_other_trainers(cli: Cli, tmp_path: Pa
     run = cli("export", schedule, "--to", "megatron", "-o", flags)
     assert run.code == 0
     assert flags.read_text().splitlines() == [
-        "# step 44 us, the plan's 44 us, +0.0%",
+        "# step 44.00 µs, the plan's 44.00 µs: the same",
         "# the trainer runs an order of its own, not the plan's",
         "--pipeline-model-parallel-size 4",
         "--pipeline-model-parallel-layout Et*4|(t*4|)*2t*4L",
@@ -435,10 +440,8 @@ def test_export_of_the_nearest_settings_of_other_trainers(cli: Cli, tmp_path: Pa
     assert run.out.index("the plan") < run.out.index("full") < run.out.index("kept")
     run = cli("export", schedule, "--to", "torchtitan", "-o", flags, "--json")
     assert run.code == 1
-    assert "no setting keeps the budgets: with the nearest one a device lacks 20 bytes" in run.err
-    assert (
-        "# DOES NOT FIT: a device lacks 20 bytes with these settings, the nearest that there are" in flags.read_text()
-    )
+    assert "no setting keeps the budgets: with the nearest one a device lacks 20 B" in run.err
+    assert "# DOES NOT FIT: a device lacks 20 B with these settings, the nearest ones" in flags.read_text()
     assert flags.read_text().splitlines()[-1] == "--activation_checkpoint.mode none"
     assert run.document["settings"][0]["short_bytes"] == 20
     assert run.document["plan"]["value_us"] == 44

@@ -100,7 +100,7 @@ def test_the_text_shows_every_stage_and_the_check(cli: Cli, tmp_path: Path) -> N
     assert run.code == 0
     assert "tiny GPT, 2 layers, 1 x 8, float32" in run.out
     assert "mailbox copies within one process" in run.out
-    peaks = re.findall(r"device (\d): peak ([\d,]+) bytes, predicted ([\d,]+)", run.out)
+    peaks = re.findall(r"device (\d): peak (\S+ \S+), predicted (\S+ \S+)", run.out)
     assert [device for device, _, _ in peaks] == ["0", "1"]
     assert all(measured == predicted for _, measured, predicted in peaks)
 
@@ -110,6 +110,7 @@ def test_a_check_in_json_has_both_predictions(cli: Cli, tmp_path: Path) -> None:
     check = cli("profile", *QUICK, *options, "-o", tmp_path / "problem.json").document["check"]
     assert check["measured_over_predicted"] == check["step"]["median_us"] / check["predicted_serial_us"]
     assert check["trace"]["basis"] == "re-timed"
+    assert all(device["peak_bytes"] == device["planned_peak_bytes"] for device in check["trace"]["devices"])
 
 
 def test_layers_of_a_model(cli: Cli, tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ BAD = [
         "--slice-by has no meaning here: --format is layers",
     ),
     (("--from-table", TABLE, "--stages", 200), "--placement gives 200 stages on 200 devices, into which 102 layers"),
-    (("--from-table", TABLE, "--stages", 2), "the parameters of a device's stages at most 72,000,000,000 bytes"),
+    (("--from-table", TABLE, "--stages", 2), "the parameters of a device's stages at most 67.1 GiB"),
     (("--from-table", TABLE, "--format", "problem"), "--devices is missing"),
     (("--from-table", TABLE, "--machine", "h100"), "--machine has no meaning here: --from-table takes everything"),
     (
@@ -342,7 +343,7 @@ def test_data_shows_the_spread_and_a_margin_leaves_room(cli: Cli, tmp_path: Path
     data = ("--model", f"{stages}:experts", "--data", f"{stages}:many")
     run = cli("profile", *data, *options)
     assert run.code == 0
-    assert "stage 1: bytes depend on the data, over 2 microbatches: activation" in run.out
+    assert "stage 1: sizes depend on the data, over 2 microbatches: activation" in run.out
     whole = Problem.load(out)
     assert cli("profile", *data, *options, "--memory-margin", "10%").code == 0
     for a, b in zip(whole.devices, Problem.load(out).devices, strict=True):

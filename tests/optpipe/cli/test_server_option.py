@@ -17,6 +17,7 @@ from api.app import create_app
 from api.settings import Settings
 from instances import uniform
 from optpipe.schedule import Schedule
+from optpipe.units import time_text
 from optpipe.verify import verify
 from tests.api.harness import (
     PROBLEM,
@@ -62,7 +63,7 @@ def test_a_schedule_is_written(cli: Cli, problem: Path, server: str, tmp_path: P
     schedule = Schedule.load(output)
     assert verify(schedule).ok
     assert schedule.problem == PROBLEM
-    assert f"makespan {STEP_VALUES_US[-1]} us, optimal" in run.out
+    assert f"makespan {time_text(STEP_VALUES_US[-1])}, optimal" in run.out
     assert "job " in run.err
 
 

@@ -11,6 +11,7 @@ from instances.schedules import one_f_one_b
 from optpipe.schedule import schedule_text
 from optpipe.trace import Trace
 from optpipe.trace.compare import Span, planned_spans
+from optpipe.units import time_text
 from tests.optpipe.cli.conftest import Cli, Run
 from tests.optpipe.plot.schedules import pair
 from tests.optpipe.trace.traces import trace_data, trace_of
@@ -66,8 +67,9 @@ def test_train_without_trace_has_none(cli: Cli, schedule_file: Path) -> None:
 
 def test_comparison_as_text_and_json(cli: Cli, trace_file: Path) -> None:
     text = cli("trace", trace_file).out
-    assert "measured: each device ran in its own process; clocks agree to within 0.2 us" in text
-    step = f"{pair().value_us:,.0f} us"
+    clocks = time_text(Trace.load(trace_file).clock_error_us)
+    assert f"measured: each device ran in its own process; clocks agree to within {clocks}, so" in text
+    step = time_text(pair().value_us)
     assert f"step: planned {step}, measured {step}, ratio 1.000" in text
     document = cli("trace", trace_file, "--json").document
     assert document["step_us"] == document["planned_step_us"] == pair().value_us

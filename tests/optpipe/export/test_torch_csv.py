@@ -162,8 +162,8 @@ def test_command_drops_offload_and_says_what_that_needs(
     assert run("export", offloading, "--to", "torch-csv", "--drop-offload", "-o", output, "--json") == 0
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
-        "device 0 needs 6 bytes without offload (budget: 5 bytes, 1 too few)",
-        "device 1 needs 2 bytes without offload (budget: no limit)",
+        "device 0 without offload: 6 B of 5 B, 1 B too few",
+        "device 1 without offload: 2 B, no limit",
     ]
     assert json.loads(captured.out) == {
         "output": str(output),
