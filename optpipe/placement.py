@@ -30,6 +30,14 @@ def placement_name(kind: Kind, chunks: int) -> str:
     return f"{kind}-{chunks}"
 
 
+def name_of_placement(places: Sequence[int]) -> str:
+    """Name of a placement in which every device has as many stages: along a V, or round-robin."""
+    devices = max(places) + 1
+    chunks = len(places) // devices
+    is_v = chunks > 1 and devices > 1 and tuple(places) == placement("v", devices, chunks)
+    return placement_name("v" if is_v else "interleaved" if chunks > 1 else "linear", chunks)
+
+
 def parse_placement(name: str) -> tuple[Kind, int]:
     """Kind and chunks per device of a placement name. Raises ValueError that lists the names."""
     kind, _, chunks = name.partition("-")

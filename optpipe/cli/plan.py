@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -26,6 +26,7 @@ from optpipe.cli.console import (
     stdout,
     table,
 )
+from optpipe.cli.plan_why import AskedLayout
 from optpipe.cli.solve import TimeLimit
 from optpipe.errors import InputError, Issue, NoSolutionError, shown
 from optpipe.files import check_writable, write_atomically
@@ -222,7 +223,9 @@ def command(
     why: Annotated[
         str | None,
         typer.Option(
-            help="Say what the best strategy with these degrees loses.", metavar="tp=8,pp=2", rich_help_panel=CLUSTER
+            help="Say what the best alternative with these choices loses, and to what: a strategy (tp=8,pp=2), or with "
+            "--devices a layout (placement=v,cut=5,3; also microbatch_size, offload, slices).",
+            metavar="A=B,C=D",
         ),
     ] = None,
     plot: Annotated[
@@ -280,7 +283,7 @@ def command(
         question = Question(layers, gpus, machine, sequence, global_batch, software, fixed, expert_imbalance, why, plot)
         return plan_model(question, time_limit, workers, output, as_json)
     of_cluster: dict[str, object] = {f"--{name.replace('_', '-')}": value for name, value in fixed.items()}
-    of_cluster |= {"--why": why, "--plot": plot, "--expert-imbalance": expert_imbalance}
+    of_cluster |= {"--plot": plot, "--expert-imbalance": expert_imbalance}
     _refuse(of_cluster, "without --gpus: a profile has costs under one strategy. Maybe add --gpus, or leave it out.")
     if devices is None:
         detail = "is missing. Maybe --devices 4 for a layer profile, or --gpus 64 for a model."
@@ -289,7 +292,7 @@ def command(
     from optpipe.layers import LayerProfile
     from optpipe.sequences import load_lengths
     from solver.layout.candidates import candidates
-    from solver.layout.given import given_candidates
+    from solver.layout.given import ASKED, GIVEN, given_candidates
     from solver.layout.ranking import rank
     from solver.limits import Limits, available_cores
 
@@ -329,12 +332,18 @@ def command(
     search = _search(profile, devices, global_batch, microbatch_sizes, placements, offload, objective, modes)
     search = _of_unequal(profile, search, slices, slice_by, given)
     search = replace(search, documents=(search.documents or global_batch) * profile.parallel.data)
+    named = {} if given_cut is None else {given_cut: GIVEN}
+    asked = None
+    if why is not None:
+        asked = AskedLayout.read(why, profile, search, ["even", "searched", *named.values()])
+        named = dict.fromkeys(asked.layouts(search), ASKED) | named
     compile_once()
     limits = Limits(time_limit, workers=workers or available_cores())
     layouts = candidates(profile, search, limits)
-    if given_cut is not None:
-        searched = (one for one in layouts if one.layout != given_cut)
-        layouts = chain(given_candidates(profile, search, given_cut), searched)
+    if named:
+        searched = (one for one in layouts if one.layout not in named)
+        known = (given_candidates(profile, search, layout, cut) for layout, cut in named.items())
+        layouts = chain(*known, searched)
     what = f"judging layouts of {profile.name or Path(layers).name} for up to {time_limit:g} s"
     with doing_long(what), ctrl_c_cancels(limits.cancel):
         judged = rank(layouts, limits, _progress_printer(limits))
@@ -354,6 +363,8 @@ def command(
         document |= {"gpus": _gpus(profile, devices), "global_batch": global_batch * profile.parallel.data}
         document |= {"output": str(output) if output else None}
         print_json(document | ({"lengths": imbalance.document()} if imbalance else {}))
+    elif asked is not None:
+        asked.print(judged)
     else:
         _print(judged, profile, output)
         _print_job(profile, devices, global_batch)
@@ -545,6 +556,7 @@ def _progress_printer(limits: Limits) -> OnJudged:
 
 def _document(one: Judged, profile: LayerProfile) -> dict[str, Any]:
     from optpipe.export.megatron_layout import layout_of_partition
+    from solver.layout.why import time_by_kind_us
 
     candidate, schedule = one.candidate, one.schedule
     layout = candidate.layout
@@ -568,7 +580,9 @@ def _document(one: Judged, profile: LayerProfile) -> dict[str, Any]:
         "host_peak_bytes": one.host_peak_bytes,
         "recomputed": one.recomputed,
         "method": schedule.method if schedule else None,
+        "end": one.end,
         "why_not": one.why_not,
+        "time_by_kind_us": time_by_kind_us(schedule) if schedule else None,
     }
 
 
@@ -592,7 +606,11 @@ def _what_is_known(judged: Sequence[Judged]) -> str:
     choices, rated = _rated_choices(judged)
     cuts, solved = sum(one.rated for one in judged), sum(one.solved for one in judged)
     best_us = judged[0].value_us
-    counts = f"rated {len(rated)} of {len(choices)} layouts with {cuts} cuts of them, solved {solved}"
+    ends = Counter(one.end for one in judged)
+    counts = (
+        f"rated {len(rated)} of {len(choices)} layouts with {cuts} cuts of them, solved {solved}; {ends['beaten']} are "
+        f"beaten by their bounds, {ends['does_not_fit']} do not fit"
+    )
     if len(rated) < len(choices):
         return f"{counts}: the time was over. Maybe a longer --time-limit, or fewer --placements."
     least_us_of: defaultdict[tuple[object, ...], float] = defaultdict(float)
@@ -603,8 +621,22 @@ def _what_is_known(judged: Sequence[Judged]) -> str:
         return f"{counts}; no cut of them has a shorter step"
     own_us = min(judged[0].bound_us, best_us)
     return f"{counts}; bound of this cut {us_text(own_us)}" + (
-        f", of every cut {us_text(least_us)}" if least_us > 0 else ""
+        f", of every cut {us_text(least_us)}, {1 - least_us / best_us:.1%} less" if least_us > 0 else ""
     )
+
+
+def _reason(one: Judged, best: Judged) -> str:
+    """The time that an alternative with a value loses to the best, and to what."""
+    from solver.layout.why import losses_text, time_by_kind_us
+
+    if not best.value_us:
+        return one.why_not or f"{us_text(one.value_us)} slower"
+    slower = one.why_not or f"{one.value_us / best.value_us - 1:.1%} slower"
+    if one.schedule is None or best.schedule is None:
+        return slower
+    mine, others = time_by_kind_us(one.schedule), time_by_kind_us(best.schedule)
+    lost = losses_text({kind: mine[kind] - others[kind] for kind in mine}, best.value_us)
+    return f"{slower}: {lost}" if lost else slower
 
 
 def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None) -> None:
@@ -632,9 +664,7 @@ def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None)
                 figures[2:4] = [share_text(schedule.bubble), f"{schedule.largest_peak_bytes:,}"]
                 figures[4:] = [f"{one.host_peak_bytes:,}", *(f"{one.recomputed:,}" for _ in again)]
             if one is not best:
-                more_us = one.value_us - best.value_us
-                slower = f"{100 * more_us / best.value_us:.1f} %" if best.value_us else us_text(more_us)
-                reason = one.why_not or f"{slower} slower"
+                reason = _reason(one, best)
         offload = "yes" if candidate.offload else "no"
         where = candidate.placement, candidate.cut, size, *(str(max(1, len(candidate.slices))) for _ in sliced)
         first = "wins" if complete else "best of those rated"

@@ -18,6 +18,7 @@ from optpipe.cli.console import (
     stdout,
     table,
 )
+from optpipe.cli.plan_why import print_losses
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, make_folder, write_atomically
 from optpipe.units import share_text
@@ -207,10 +208,9 @@ def plan_table(plan: Plan, most: int) -> Table:
 def _lost(plan: Plan, one: Rated) -> str:
     """The largest losses of a strategy."""
     from solver.layout.strategies import Rater
+    from solver.layout.why import losses_text
 
-    lost = Rater(plan.job, plan.fixed).lost_s(one)
-    largest = sorted(lost.items(), key=lambda pair: -pair[1])[:3]
-    return ", ".join(f"{name} {seconds / one.seconds:.0%}" for name, seconds in largest if seconds > 0)
+    return losses_text(Rater(plan.job, plan.fixed).lost_s(one), one.seconds)
 
 
 def _print_why(plan: Plan, wanted: Mapping[str, Any]) -> None:
@@ -229,10 +229,6 @@ def _print_why(plan: Plan, wanted: Mapping[str, Any]) -> None:
     if one.end != "solved":
         console.print(f"the best with {what} is {one.name}: {one.end.replace('_', ' ')}, {one.reason}")
         return
-    mine, others = rater.lost_s(one), rater.lost_s(best)
-    rows = table("seconds lost to", one.name, best.name, "difference")
-    for name in sorted(mine, key=lambda name: others[name] - mine[name]):
-        rows.add_row(name, f"{mine[name]:.2f}", f"{others[name]:.2f}", f"{mine[name] - others[name]:+.2f}")
-    console.print(rows)
+    print_losses("seconds lost to", (one.name, rater.lost_s(one)), (best.name, rater.lost_s(best)), digits=2)
     slower = one.seconds / best.seconds - 1
     console.print(f"{one.name} takes {one.seconds:.2f} s, {best.name} {best.seconds:.2f} s: {slower:+.1%}")

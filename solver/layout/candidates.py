@@ -21,6 +21,7 @@ from solver.layout.cut_bounds import CutBounds
 from solver.layout.cuts import CutSearch, Sizes, even_sizes
 from solver.layout.quick_rating import QuickRating
 from solver.limits import Limits
+from solver.serial import impossible_budgets
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class _Layout:
                 cut=cut or ("searched" if number == 1 else f"searched-{number}"),
                 layout=layout,
                 problem=problem,
-                why_not="" if problem else _overfull(self._profile, layout),
+                why_not=why_unfit(self._profile, layout, problem),
                 rating=rating,
                 every_cut_us=found.least_us,
             )
@@ -193,10 +194,21 @@ class _Layout:
         )
 
 
-def _overfull(profile: LayerProfile, layout: Partition) -> str:
-    held = parameter_bytes(profile, layout)
-    device, budget = max(range(len(held)), key=held.__getitem__), profile.memory_bytes
-    return f"parameters alone take {held[device]:,} of {budget:,} bytes on device {device}"
+def why_unfit(profile: LayerProfile, layout: Partition, problem: Problem | None) -> str:
+    """Bytes, by kind, that the fullest device lacks in every schedule of a layout; empty where none does.
+
+    `problem` is that of the layout, which has none where parameters alone are too large.
+    """
+    held, most = parameter_bytes(profile, layout), profile.memory_bytes
+    if problem is None:
+        device = max(range(len(held)), key=held.__getitem__)
+        return f"parameters alone take {held[device]:,} of {most:,} bytes on device {device}"
+    for device, needed, _ in impossible_budgets(problem):
+        return (
+            f"device {device} needs {held[device] + needed:,} of {most:,} bytes: parameters {held[device]:,}, "
+            f"one microbatch {needed:,}"
+        )
+    return ""
 
 
 def _slicings(profile: LayerProfile, search: Search) -> Sequence[Sequence[int]]:

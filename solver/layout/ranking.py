@@ -21,12 +21,13 @@ from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.layout.candidates import PUBLISHED_SHARE, RATING_SHARE, Candidate, TimeSlices, late
 from solver.layout.quick_rating import QuickRating
+from solver.layout.why import End, at_least_slower
 from solver.limits import Limits, until_interrupted
 from solver.process import SolverDiedError, solve_in_child
 from solver.published.within_memory import one_f_one_b_within_memory
 from solver.scale import costs_have_codes, count_ops
 from solver.searches import SEARCHES
-from solver.serial import impossible_budgets, serial_orders
+from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.strategy import LARGE_OPS, SharedIncumbent
 from solver.warm_starts import offer_published
@@ -45,14 +46,15 @@ GOOD_S = 5.0
 
 
 NO_TIME = "there was no time to look at it"
-NO_BETTER = "no schedule of this cut can be better"
 
 
 @dataclass(frozen=True)
 class Judged:
     """Candidate with its best schedule so far, and the lower bound on all its schedules.
 
-    `rated_us`: value of a quick schedule of which only that is known, where the time was short; infinite otherwise.
+    `end` is None where the time was too short for one; with a bound that is not below the best value it is `beaten`,
+    with or without a schedule. `rated_us`: value of a quick schedule of which only that is known, where the time was
+    short; infinite otherwise.
     """
 
     candidate: Candidate
@@ -61,6 +63,7 @@ class Judged:
     why_not: str = ""
     solved: bool = False
     rated_us: float = inf
+    end: End | None = None
 
     @property
     def rated(self) -> bool:
@@ -111,46 +114,49 @@ def _ranked(candidates: Iterable[Candidate], limits: Limits, on_judged: OnJudged
     for k, share in enumerate(ROUNDS):
         judged = _round(judged, max(1, FIRST_ROUND // 3**k), limits, share / sum(ROUNDS[k:]), on_judged)
     if judged:
-        judged[0] = _with_schedule(judged[0])
+        judged[0] = with_schedule(judged[0])
     if judged and judged[0].schedule is None:  # the time was over before any had one
         judged = _with_some_schedule(judged)
-    for k, one in enumerate(judged):
-        if k and not one.why_not:  # empty where it is simply slower
-            if one.bound_us >= judged[0].value_us:
-                judged[k] = replace(one, why_not=NO_BETTER)
-            elif one.value_us == inf:
-                judged[k] = replace(one, why_not="nothing found that keeps the budgets")
-    return judged
+    return [_with_end(one, judged[0]) for one in judged]
+
+
+def _with_end(one: Judged, best: Judged) -> Judged:
+    """The candidate with its end, and the reason where it is no schedule's value."""
+    if one.bound_us == inf:
+        return replace(one, end="does_not_fit")
+    if one is not best and one.bound_us >= best.value_us:
+        return replace(one, end="beaten", why_not=at_least_slower(one.bound_us, best.value_us))
+    if one.value_us < inf:
+        return replace(one, end="solved")
+    return replace(one, why_not=one.why_not or "nothing found that keeps the budgets")
 
 
 def _rate(candidate: Candidate, limits: Limits) -> Judged:
     """The best quick schedule, and a bound; the value of the schedule alone where the time is short."""
     problem, rating = candidate.problem, candidate.rating
-    if problem is None:
+    if problem is None or candidate.why_not:
         return Judged(candidate, None, inf, candidate.why_not)
-    if impossible := impossible_budgets(problem):
-        device, needed, budget = impossible[0]
-        return Judged(candidate, None, inf, f"one microbatch needs {needed:,} of {budget:,} bytes on device {device}")
     if rating is None:
         if late(limits, RATING_SHARE):
-            return Judged(candidate, None, 0.0, NO_TIME)
+            every_cut_us = candidate.every_cut_us if candidate.every_cut_us < inf else 0.0
+            return Judged(candidate, None, every_cut_us, NO_TIME)
         rating = QuickRating.of(problem, limits.cancel)
     rated = Judged(candidate, None, rating.bound_us, rated_us=rating.value_us if rating.lists.achieved else inf)
     if late(limits, RATING_SHARE):
         return replace(rated, candidate=replace(candidate, rating=rating))
     rating.bound_in_full()
-    return _with_schedule(replace(rated, bound_us=rating.bound_us, candidate=replace(candidate, rating=rating)))
+    return with_schedule(replace(rated, bound_us=rating.bound_us, candidate=replace(candidate, rating=rating)))
 
 
-def _with_schedule(one: Judged) -> Judged:
+def with_schedule(one: Judged) -> Judged:
     """The candidate with its best quick schedule, if it has no schedule yet."""
     rating = one.candidate.rating
     found = None if one.schedule or rating is None else rating.best()
     if rating is None or found is None:
         return one
     method, orders = found
-    value_us = simulate(rating.problem, orders).value_us
-    return _judged(one.candidate, Solution(orders, value_us, one.bound_us, method))
+    solution = Solution(orders, simulate(rating.problem, orders).value_us, one.bound_us, method)
+    return replace(one, schedule=solution.to_schedule(rating.problem, 0.0))
 
 
 def _with_some_schedule(judged: Sequence[Judged]) -> list[Judged]:
@@ -192,7 +198,7 @@ def _with_published(judged: Sequence[Judged], limits: Limits, on_judged: OnJudge
             break
         if not _may_win(one, best_us):
             continue
-        one = result[k] = _with_schedule(one)
+        one = result[k] = with_schedule(one)
         problem = one.candidate.problem
         assert problem is not None, "what may win has a problem"
         part = replace(limits, time_limit_s=PUBLISHED_SHARE * limits.time_left_s, began=time.perf_counter())
@@ -249,7 +255,7 @@ def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, o
         return ordered
 
     def improved(one: Judged) -> Judged:
-        one, seconds = _with_schedule(one), slices.begin()
+        one, seconds = with_schedule(one), slices.begin()
         if seconds is None or limits.cancel.requested:
             return one
         better = _solved(one, Limits(seconds, limits.gap, limits.workers // cores, limits.seed, limits.cancel))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from optpipe.cluster.memory import GIB
 from optpipe.cluster.strategy import Precision, Recompute, Sharding, Strategy
 from optpipe.errors import InputError, Issue, shown
 from solver.layout.fitting import Job
+from solver.layout.why import End, at_least_slower, read_pairs
 
 CONTEXTS = (1, 2, 4, 8, 16)
 MOST_VIRTUAL = 16
@@ -37,7 +38,6 @@ CLOSED_FORMS: Mapping[str, Sequence[int]] = {
 }
 """Published schedules that are rated without being simulated, with the numbers of stages on a device that they take."""
 
-End = Literal["solved", "beaten", "does_not_fit"]
 AXES = ("tp", "cp", "ep", "etp", "dp", "pp", "vpp", "microbatch_size")
 FIELDS: Mapping[str, str] = {
     "tp": "tensor",
@@ -85,11 +85,7 @@ def check_values(name: str, values: Sequence[object], where: str | Sequence[str 
 def read_degrees(text: str, where: str) -> dict[str, Any]:
     """Values by option of a text such as ``tp=8,pp=2``. Raises InputError; `where` names the text in it."""
     wanted: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        if not equals or name not in FIELDS:
-            detail = f"has {shown(part)} but names are {', '.join(FIELDS)}. Maybe tp=8,pp=2."
-            raise InputError([Issue(where, "unknown", detail)])
+    for name, value in read_pairs(text, where, FIELDS, "tp=8,pp=2").items():
         wanted[name] = int(value) if value.isdecimal() and len(value) <= MOST_DIGITS else value
         check_values(name, [wanted[name]], where)
     return wanted
@@ -272,8 +268,7 @@ def rate_all(job: Job, gpus: int, fixed: Fixed) -> Iterator[list[Rated]]:
         group = []
         for strategy in variants(job, family, fixed):
             if bound_s > best_s:
-                reason = f"at least {bound_s / best_s - 1:.1%} slower"
-                group.append(Rated(strategy, "beaten", bound_s, reason=reason))
+                group.append(Rated(strategy, "beaten", bound_s, reason=at_least_slower(bound_s, best_s)))
                 continue
             rated = rater.rate(strategy, bound_s)
             best_s = min(best_s, rated.seconds)

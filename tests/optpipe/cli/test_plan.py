@@ -46,6 +46,28 @@ def test_the_table_says_which_wins(cli: Cli, layers: Path) -> None:
     assert "no cut of them has a shorter step" in run.out
 
 
+def test_what_a_layout_loses(cli: Cli, layers: Path) -> None:
+    """The head takes three blocks' time: the even cut 4, 4 has 6 of 10 on one device, the cut 5, 3 half."""
+    options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear,v")
+    limits = ("--time-limit", "5", "--offload", "no")
+    run = cli("plan", layers, *options, *limits, "--json", "--why", "cut=6,2")
+    layouts = run.document["layouts"]
+    assert layouts[0]["end"] == "solved"
+    assert sum(layouts[0]["time_by_kind_us"].values()) == pytest.approx(layouts[0]["value_us"])
+    named = next(one for one in layouts if one["cut"] == "asked")
+    assert (named["layers_of_stages"], named["end"]) == ([6, 2], "beaten")
+    assert named["why_not"] == f"at least {named['bound_us'] / layouts[0]['value_us'] - 1:.1%} slower"
+    text = cli("plan", layers, *options, *limits, "--why", "placement=linear,cut=4,4").out
+    header, imbalance, *_ = text.splitlines()
+    assert "linear, asked cut, microbatch 1" in header
+    assert imbalance.split()[:2] == ["imbalance", "120"]
+    assert "beaten: no schedule of this cut takes less than 760 us" in text
+    assert "is the best of all" in cli("plan", layers, *options, *limits, "--why", "microbatch_size=1").out
+    asked = ("--microbatch-sizes", "1,2", "--memory", "4500B", "--why", "placement=linear,microbatch_size=2")
+    text = cli("plan", layers, *options, *limits, *asked).out
+    assert "does not fit, device 0 needs 4,800 of 4,500 bytes: parameters 4,000, one microbatch 800" in text
+
+
 def test_nothing_wins_before_all_are_rated(cli: Cli, layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layout always has a rating; without time for the others the table does not rank them."""
     monkeypatch.setattr("solver.layout.candidates.LAST_SHARE", 0.0)
@@ -147,6 +169,10 @@ def test_a_layout_of_megatron_is_costed_and_compared(cli: Cli, tmp_path: Path) -
         (("--microbatch-sizes", "9" * 5000), "does not divide --global-batch 8."),
         (("--microbatch-sizes", "3"), "--microbatch-sizes holds '3', which does not divide --global-batch 8."),
         (("--placements", "zigzag"), "--placements is wrong: 'zigzag' is not a placement. Maybe one of linear"),
+        (("--why", "tp=2"), "--why has 'tp=2' but names are placement, cut, microbatch_size, slices, offload. Maybe"),
+        (("--why", "placement=w"), "--why has placement 'w', which is not searched. Maybe placement of linear,"),
+        (("--why", "cut=4,3"), "--why has cut '4,3', but a cut is even, searched, or the layers of each stage: 8 in"),
+        (("--why", "cut=1,1,1,1,2,2"), "has cut 1,1,1,1,2,2 of 6 stages, which no placement has: linear,"),
         (("--objective", "time"), "--objective is 'time' but must be makespan or device_span."),
         (
             ("--offload", "yes"),

@@ -9,17 +9,19 @@ from importlib import import_module
 
 import pytest
 
+from optpipe.layers import LayerProfile
 from optpipe.ops import Orders
-from optpipe.placement import parse_placement, placement
+from optpipe.placement import name_of_placement, parse_placement, placement
 from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.build import build_schedule
 from solver.layout.candidates import Search, candidates
-from solver.layout.ranking import NO_BETTER, Judged, rank
+from solver.layout.ranking import Judged, rank
+from solver.layout.why import time_by_kind_us
 from solver.limits import Limits
 from solver.process import ChildResult
 from solver.solve import solve
-from tests.layer_profiles import profile, tight_profile
+from tests.layer_profiles import BLOCK, profile, tight_profile
 
 COPIES = {"offload_bytes_per_us": 40, "reload_bytes_per_us": 40}
 
@@ -36,6 +38,7 @@ COPIES = {"offload_bytes_per_us": 40, "reload_bytes_per_us": 40}
 def test_placements(name: str, devices: int, expected: tuple[int, ...]) -> None:
     kind, chunks = parse_placement(name)
     assert placement(kind, devices, chunks) == expected
+    assert name_of_placement(expected) == name
 
 
 @pytest.mark.parametrize("name", ["", "w", "interleaved", "interleaved-1", "v-x", "linear-2", "v-999"])
@@ -59,6 +62,9 @@ def test_too_few_layers_and_overfull_devices_say_so() -> None:
     reasons = {one.placement: one.why_not for one in found}
     assert reasons["linear"] == "parameters alone take 2,000 of 1,500 bytes on device 0"
     assert reasons["interleaved-4"] == "4 layers are too few for its stages"
+    [one] = rank(candidates(profile(4, memory_bytes=2150), Search(2, 4, (1,), ("linear",), (False,))), Limits(5.0))
+    assert one.why_not == "device 0 needs 2,200 of 2,150 bytes: parameters 2,000, one microbatch 200"
+    assert one.end == "does_not_fit"
 
 
 def test_the_best_comes_first_and_the_rest_say_why_not() -> None:
@@ -72,10 +78,41 @@ def test_the_best_comes_first_and_the_rest_say_why_not() -> None:
     assert best.sequences_per_s == pytest.approx(8e6 / best.value_us)
     for one in judged[1:]:
         assert one.why_not or one.value_us >= best.value_us
-        if one.why_not == NO_BETTER:
+        if one.end == "beaten":
             assert one.bound_us >= best.value_us
+        else:
+            assert one.end == {"": "solved"}.get(one.why_not)
     evens = [one for one in judged if one.candidate.cut == "even" and one.candidate.placement == "linear"]
     assert all(best.value_us < one.value_us for one in evens)  # the heavy head must not sit with half of the blocks
+
+
+def test_what_a_schedule_takes_adds_up() -> None:
+    """F 10, transfer 5, F 20, B 20, transfer 5, B 10, W 10 beside the other W: 80 us, 60 of them the second's work."""
+    [one] = rank(candidates(profile(2, head=2, link={"latency_us": 5}), Search(2, 1, (1,), ("linear",))), Limits(3.0))
+    assert one.schedule is not None
+    assert time_by_kind_us(one.schedule) == {
+        "work": 45,
+        "bubble": 10,
+        "imbalance": 15,
+        "transfers": 10,
+        "copies": 0,
+        "recomputation": 0,
+    }
+    layers = [BLOCK | {"repeat": 6, "recomputation": {"kept_bytes": 20}, "parameter_bytes": 0}]
+    link, copies = {"latency_us": 5}, {"offload_bytes_per_us": 8, "reload_bytes_per_us": 8}
+    given = LayerProfile.from_data(
+        {"format": "optpipe.layers/1", "layers": layers, "memory_bytes": 350, "link": link, "copies": copies}
+    )
+    search = Search(3, 4, (1,), ("linear",), (False, True), modes=("selective",))
+    judged = rank(candidates(given, search), Limits(6.0, workers=2))
+    seen: set[str] = set()
+    for schedule in (one.schedule for one in judged if one.schedule):
+        kinds = time_by_kind_us(schedule)
+        assert sum(kinds.values()) == pytest.approx(schedule.value_us)
+        assert min(kinds.values()) >= -1e-9
+        assert kinds["work"] == 4 * 2 * 30
+        seen |= {kind for kind, time_us in kinds.items() if time_us > 0}
+    assert seen >= {"work", "bubble", "transfers", "recomputation"}
 
 
 def test_an_interrupt_keeps_what_was_rated() -> None:
