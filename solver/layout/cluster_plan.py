@@ -100,7 +100,7 @@ class Plan(Displayed):
     error: float
     """Median error of predictions on the machine: smaller differences are ties."""
     complete: bool = True
-    """False while strategies are rated, or where the time ended before all were: only some are among `ratings`."""
+    """False while strategies are rated, or where it was cancelled before all were: only some are among `ratings`."""
 
     @property
     def best(self) -> Rated:
@@ -274,10 +274,10 @@ def plan_cluster(
     prepare: Callable[[], None] = lambda: None,
     max_ops: float = inf,
 ) -> Plan:
-    """Rate all strategies and schedule the best families, within the time limit.
+    """Rate all strategies, however long that takes, and schedule the best families within the time limit.
 
-    `prepare` is called before the first family is solved; the time that it takes does not count. A family whose
-    schedules have more than `max_ops` is rated alone. Raises InputError where no strategy is legal.
+    `prepare` is called before the first family is solved, and its time counts. A family whose schedules have more than
+    `max_ops` is rated alone. Raises InputError where no strategy is legal.
     """
 
     def rated(complete: bool) -> Plan:
@@ -287,7 +287,7 @@ def plan_cluster(
     ratings: list[Rated] = []
     complete, said = True, time.perf_counter()
     for group in rate_all(job, gpus, fixed):
-        if limits.cancel.requested or (ratings and limits.time_left_s <= 0):
+        if limits.cancel.requested:
             complete = False
             break
         ratings += group
@@ -302,9 +302,7 @@ def plan_cluster(
     on_plan(plan)
     if limits.time_left_s < LEAST_S or plan.best.end != "solved":
         return plan
-    began = time.perf_counter()
     prepare()
-    limits = replace(limits, time_limit_s=limits.time_limit_s + time.perf_counter() - began)
     tried: set[Strategy] = set()
 
     def is_next(one: Rated) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typer.core import TyperGroup
 
 from instances import uniform
 from optpipe.cli import serve
-from optpipe.cli.console import compile_once
+from optpipe.cli.console import compile_once, compile_within
 from optpipe.problem import Problem
 from solver.layout.ranking import Judged, rank
 from solver.limits import Limits
@@ -103,3 +104,25 @@ def test_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     compile_once()
     assert started["start_new_session"] is True
     assert capsys.readouterr().err == "compiling kernels: once for an installation, up to a minute or two\n"
+
+
+def test_a_plan_is_kept_while_kernels_are_compiled(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first Ctrl-C, or the time limit, ends the wait for the compiler, and what was rated is written."""
+
+    def interrupted() -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return True
+
+    monkeypatch.setattr("solver.warm_up.warm_up_in_background", lambda: True)
+    monkeypatch.setattr("solver.kernels.are_being_compiled", interrupted)
+    job = ("llama-3.1-8b", "--gpus", 16, "--sequence", 8192, "--global-batch", 32, "--pp", 2)
+    run = cli("plan", *job, "-o", tmp_path)
+    assert (run.code, "compiling kernels" in run.err) == (130, True)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["complete"], plan["best"]["pp"], plan["solved"]) == (True, 2, [])
+    monkeypatch.setattr("solver.kernels.are_being_compiled", lambda: True)
+    monkeypatch.setattr("solver.warm_up.is_warm", lambda: False)
+    compile_within(Limits(0.0))
+    assert capsys.readouterr().err.endswith("so nothing is searched. Maybe run again in a minute.\n")
