@@ -22,8 +22,9 @@ from optpipe.schedule import Schedule
 from optpipe.units import bytes_text, percent_text, time_text
 from solver.layout.candidates import Search, candidates
 from solver.layout.fitting import Job
+from solver.layout.legal import legal_instead
 from solver.layout.ranking import Judged, rank
-from solver.layout.strategies import AXES, CLOSED_FORMS, FIELDS, Fixed, Rated, Rater, families, rate_all, values_of
+from solver.layout.strategies import AXES, CLOSED_FORMS, FIELDS, Fixed, Rated, Rater, rate_all, values_of
 from solver.limits import Limits
 from solver.trainer_settings import Setting, nearest_settings
 
@@ -295,9 +296,8 @@ def plan_cluster(
             on_plan(rated(complete=False))
             said = time.perf_counter()
     if not ratings:
-        maybe = _legal_instead(job, gpus, fixed) or "Maybe fix fewer options, or see `optpipe fits`."
-        detail = f"has no legal strategy on {gpus} GPUs with what is fixed. {maybe}"
-        raise InputError([Issue(job.model.name, "no_strategy", detail)])
+        detail = f"has no legal strategy on {gpus:,} GPUs with what is fixed. {legal_instead(job, gpus, fixed)}"
+        raise InputError([Issue(job.model.name, "no_strategy", detail.rstrip())])
     plan = rated(complete)
     on_plan(plan)
     if limits.time_left_s < LEAST_S or plan.best.end != "solved":
@@ -323,17 +323,6 @@ def plan_cluster(
             plan = replace(plan, ratings=_with(job, plan.ratings, found), solved=solved)
             on_plan(plan)
     return plan
-
-
-def _legal_instead(job: Job, gpus: int, fixed: Fixed) -> str:
-    """Legal values of the first option that alone keeps what is fixed from being legal; empty where there is none."""
-    for name in (axis for axis in AXES if axis in fixed and axis != "vpp"):
-        others = {other: values for other, values in fixed.items() if other != name}
-        legal = sorted({getattr(one, FIELDS[name]) for one in families(job, gpus, others)})
-        if legal:
-            given = ", ".join(map(str, fixed[name]))
-            return f"Maybe {name} of {', '.join(map(str, legal))} in place of {given}."
-    return ""
 
 
 def _order(one: Rated) -> tuple[float, int, float]:

@@ -145,8 +145,8 @@ def families(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:
         if left or data not in fixed.get("dp", (data,)):
             continue
         choices = product(
-            _divisors(experts, gpus // pipeline, fixed.get("ep")) if experts else (1,),
-            fixed.get("etp", (1,)),
+            _divisors(experts or 1, gpus // pipeline, fixed.get("ep")),
+            fixed.get("etp", (1,)) if experts else _divisors(1, 1, fixed.get("etp")),
             fixed.get("microbatch_size", MICROBATCH_SIZES),
             fixed.get("precision", ("bf16",)),
             fixed.get("sharding", ("optimizer", "fsdp") if pipeline == 1 else ("optimizer",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -74,7 +75,32 @@ def test_a_plan_ends_in_time() -> None:
     assert time.perf_counter() - began < 30
 
 
-def test_no_legal_strategy() -> None:
-    message = r"no legal strategy on 64 GPUs with what is fixed\. Maybe tp of 1, 2, 4, 8 in place of 7\."
-    with pytest.raises(InputError, match=message):
-        plan_cluster(job(), 64, {"tp": [7]}, Limits(1.0))
+@pytest.mark.parametrize(
+    ("fixed", "gpus", "batch", "sequence", "maybe"),
+    [
+        ({"tp": [7]}, 64, 64, 4096, "tp of 1, 2, 4, 8 in place of 7."),
+        (
+            {"pp": [7], "tp": [3]},
+            64,
+            64,
+            4096,
+            "tp of 1, 2, 4, 8 in place of 3 and pp of 1, 2, 4, 8, 16, 32, 64 in place of 7.",
+        ),
+        ({"dp": [8], "tp": [8]}, 64, 100, 4096, "dp of 1, 2, 4 in place of 8, or a global batch of 96."),
+        (
+            {"tp": [4], "cp": [2]},
+            64,
+            64,
+            8190,
+            "tp of 1, 2 in place of 4 and cp of 1 in place of 2, or a sequence of 8,192.",
+        ),
+        ({"pp": [4], "vpp": [40]}, 64, 64, 4096, "vpp of 1, 2, 3, 4, 5, 7, 10, 11 in place of 40."),
+        ({"ep": [8]}, 64, 64, 4096, "ep of 1 in place of 8."),
+        ({}, 1021, 512, 4096, "a global batch of 1,021, or 1,024 GPUs."),
+    ],
+)
+def test_no_legal_strategy(fixed: Fixed, gpus: int, batch: int, sequence: int, maybe: str) -> None:
+    one = replace(job(batch), sequence=sequence)
+    with pytest.raises(InputError) as caught:
+        plan_cluster(one, gpus, fixed, Limits(1.0))
+    assert str(caught.value).endswith(f"has no legal strategy on {gpus:,} GPUs with what is fixed. Maybe {maybe}")
