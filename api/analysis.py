@@ -1,17 +1,25 @@
-"""Analysis of a schedule, and the published schedules of a problem compared."""
+"""Analysis of a schedule, the published schedules of a problem compared, and files of any kind recognised."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import unprocessable
-from optpipe.errors import MethodError
+from optpipe.document import Document, parse_json
+from optpipe.document_kinds import FORMATS, TORCH_CSV, TRANSFORMERS_CONFIG, DocumentKind, kind_of_data, kind_of_text
+from optpipe.errors import InputError, MethodError
+from optpipe.export.torch_csv import ACTIVATION_BYTES, OP_US, read_torch_csv
+from optpipe.fields import MAX_NAME
 from optpipe.memory import planned_memory
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.trace import Trace
+from optpipe.trace.compare import Comparison as TraceComparison
+from optpipe.trace.compare import compare as compare_trace
+from optpipe.units import bytes_text, percent_text, time_text
 from optpipe.verify import verify
 from solver.methods import METHODS
 from solver.scale import count_entries, count_ops
@@ -70,12 +78,7 @@ class Analysis(_Part):
 
 def analysis(schedule: Schedule, max_ops: int) -> dict[str, Any]:
     """The analysis of a schedule as plain JSON values. Raises HttpError where it has more than `max_ops` ops."""
-    ops = sum(len(stream) for device in schedule.devices for _, stream in device.streams())
-    if max(ops, count_ops(schedule.problem), count_entries(schedule.problem)) > max_ops:
-        raise unprocessable(
-            "too_many_ops",
-            f"the schedule has more than {max_ops:,} ops, devices or modes (max_ops). Maybe ask 'optpipe verify'.",
-        )
+    _check_size(schedule, max_ops)
     verdict = verify(schedule)
     devices = []
     for d, facts in enumerate(verdict.devices):
@@ -94,6 +97,15 @@ def analysis(schedule: Schedule, max_ops: int) -> dict[str, Any]:
         "violation_count": len(verdict.violations),
         "violations": [vars(violation) for violation in verdict.violations[:MOST_VIOLATIONS]],
     }
+
+
+def _check_size(schedule: Schedule, max_ops: int) -> None:
+    ops = sum(len(stream) for device in schedule.devices for _, stream in device.streams())
+    if max(ops, count_ops(schedule.problem), count_entries(schedule.problem)) > max_ops:
+        raise unprocessable(
+            "too_many_ops",
+            f"the schedule has more than {max_ops:,} ops, devices or modes (max_ops). Maybe ask 'optpipe verify'.",
+        )
 
 
 class ComparedMethod(BaseModel):
@@ -141,3 +153,134 @@ def comparison(problem: Problem, schedules: bool) -> dict[str, Any]:
         rows.append(row | ({"schedule": schedule.to_data()} if schedules else {}))
     rows.sort(key=lambda row: row.get("value_us", float("inf")))
     return {"objective": problem.objective, "methods": rows}
+
+
+class FileBody(Document):
+    """A file as text. `problem` has the costs of a schedule CSV, which has none itself."""
+
+    name: str = Field(max_length=MAX_NAME)
+    text: str
+    problem: Problem | None = None
+
+
+class FoundSchedule(_Part):
+    """A schedule in a file."""
+
+    name: str
+    note: str
+    schedule: dict[str, Any]
+
+
+class Recognized(_Part):
+    """The kind of a file and the schedules in it. Problems and models' configurations are named, not checked."""
+
+    kind: Literal["problem", "schedule", "trace", "torch-csv", "config"]
+    notes: list[str] = Field(description="Sentences about what was found, assumed or left out.")
+    schedules: list[FoundSchedule] = Field(description="Of a trace the plan, and the step as it was measured.")
+
+
+_KINDS = {
+    FORMATS["problem"]: "problem",
+    FORMATS["schedule"]: "schedule",
+    FORMATS["trace"]: "trace",
+    TORCH_CSV: "torch-csv",
+    TRANSFORMERS_CONFIG: "config",
+}
+
+
+def recognition(file: FileBody, max_ops: int) -> dict[str, Any]:
+    """A `Recognized` as plain JSON values. Raises HttpError for a file of another kind, or one with faults."""
+    try:
+        kind, data = _kind(file)
+        notes, schedules = _contents(kind, data, file, max_ops)
+    except InputError as error:  # places within the file are none of the request: they stand in the sentences
+        raise unprocessable(error.issues[0].code, f"{file.name}: {error}", "/text") from None
+    return {"kind": kind, "notes": notes, "schedules": schedules}
+
+
+def _kind(file: FileBody) -> tuple[str, Any]:
+    """Name of the kind, and the parsed content of a file that is JSON."""
+    found: DocumentKind | None
+    try:
+        data = parse_json(file.text)
+    except InputError:
+        data, found = None, kind_of_text(file.text.encode())
+        if found is None and file.text.lstrip()[:1] in ("{", "["):
+            raise
+    else:
+        is_submission = isinstance(data, dict) and "format" not in data and "problem" in data
+        found = FORMATS["problem"] if is_submission else kind_of_data(data)
+    if found in _KINDS:
+        return _KINDS[found], data
+    known = "a problem, a schedule, a measured step, a schedule CSV of torch and a model's config.json"
+    if found is None:
+        raise unprocessable(
+            "unknown_kind",
+            f"{file.name} is none of the files that are known here: {known}. Maybe its field 'format' is missing.",
+            "/text",
+        )
+    detail = f"{file.name} is {found.name}; what opens here is {known}. {found.maybe}"
+    raise unprocessable("wrong_format", detail, "/text")
+
+
+def _contents(kind: str, data: Any, file: FileBody, max_ops: int) -> tuple[list[str], list[dict[str, Any]]]:
+    """Notes on a file and the schedules in it."""
+    if kind == "schedule":
+        schedule = Schedule.from_data(data)
+        _check_size(schedule, max_ops)
+        return [_verdict(schedule)], [_found(file.name, schedule.method, schedule.to_data())]
+    if kind == "torch-csv":
+        read = read_torch_csv(file.text.encode(), "", file.problem)
+        _check_size(read.schedule, max_ops)
+        notes = [_verdict(read.schedule)]
+        if file.problem is None:
+            assumed = f"{time_text(OP_US)} for each F, B and W, and {bytes_text(ACTIVATION_BYTES)} an activation"
+            notes.append(f"It has no costs: taken are {assumed}.")
+        if read.overlapped:
+            notes.append(f"{read.overlapped:,} pairs (OVERLAP_F_B) are read one half after the other.")
+        if read.dropped:
+            notes.append(f"{read.dropped:,} actions that are no compute (sends, receives, gathers) are left out.")
+        return notes, [_found(file.name, "orders of the file", read.schedule.to_data())]
+    if kind == "trace":
+        trace = Trace.from_data(data)
+        _check_size(trace.schedule, max_ops)
+        compared = compare_trace(trace)
+        planned = _found("planned", trace.schedule.method, trace.schedule.to_data())
+        return _step_notes(compared), [planned, _found("measured", compared.basis, _measured(trace, compared))]
+    return [], []
+
+
+def _found(name: str, note: str, schedule: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "note": note, "schedule": schedule}
+
+
+def _verdict(schedule: Schedule) -> str:
+    broken = verify(schedule).violations
+    if not broken:
+        return "The verifier finds nothing wrong."
+    first = broken[0]
+    return (
+        f"The verifier finds {len(broken):,} broken rules. The first is {first.rule}, of {first.where}: {first.detail}"
+    )
+
+
+def _step_notes(compared: TraceComparison) -> list[str]:
+    differs = compared.step_us / compared.planned_step_us - 1 if compared.planned_step_us else 0.0
+    longer = "longer" if differs > 0 else "shorter"
+    step = f"The step took {time_text(compared.step_us)}, {percent_text(abs(differs))} {longer} than planned."
+    if compared.basis == "re-timed":
+        step += " All devices ran in one process, so it is re-timed with the measured ops."
+    fits = "" if compared.plan_fits else "Work and plan differ so much that the plan is probably of another model."
+    return [step, *filter(None, [fits])]
+
+
+def _measured(trace: Trace, compared: TraceComparison) -> dict[str, Any]:
+    """The trace's schedule with the times, the bubbles and the peaks of the step."""
+    schedule = trace.schedule
+    data = schedule.to_data()
+    for device, plan, figures in zip(data["devices"], schedule.devices, compared.devices, strict=True):
+        for name, ops in plan.streams():
+            for entry, op in zip(device.get(name, []), ops.ops, strict=True):
+                entry["start_us"], entry["end_us"] = compared.spans[op].start_us, compared.spans[op].end_us
+        device |= {"busy_us": figures.busy_us, "bubble": figures.bubble, "peak_bytes": figures.peak_bytes}
+    return data | {"value_us": compared.step_us, "gap": 1 - schedule.bound_us / compared.step_us, "method": "trace"}

@@ -317,7 +317,7 @@ class HeadAsGet:
 LONGEST_SECRET = 200
 
 READING = frozenset({"GET", "HEAD"})
-READING_PATHS = frozenset({"/v1/analyze", "/v1/compare"})
+READING_PATHS = frozenset({"/v1/analyze", "/v1/compare", "/v1/recognize"})
 """Methods and paths open to a key with the scope `read`: they change nothing."""
 
 

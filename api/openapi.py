@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from api.analysis import FileBody
 from api.jobs.records import JobLabels
 from api.models import BatchBody, EventAnswer, JobIds, PlanBody, ProblemBody, SubmissionBody
 from api.problem_details import MEDIA_TYPE, ProblemDetails
@@ -25,6 +26,7 @@ _DOCUMENTS: tuple[type[BaseModel], ...] = (
     JobLabels,
     ProblemBody,
     Schedule,
+    FileBody,
     ProblemDetails,
     EventAnswer,
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, BinaryIO
 
-from api.analysis import analysis, comparison
+from api.analysis import FileBody, analysis, comparison, recognition
 from api.errors import HttpError, input_error, unprocessable
 from api.models import (
     Caps,
@@ -111,6 +111,11 @@ def compare(body: bytes, caps: Mapping[str, Any], schedules: bool) -> bytes:
     return _json(comparison(problem, schedules))
 
 
+def recognize(body: bytes, max_ops: int) -> bytes:
+    """The kind of a file, and the schedules in it."""
+    return _json(recognition(read_document(FileBody, body), max_ops))
+
+
 def export(body: bytes, exporter: str, **options: Any) -> bytes:
     """A schedule in the format of another tool."""
     content = EXPORTERS[exporter].export(Schedule.from_json(body), **options).content
@@ -144,6 +149,7 @@ TASKS: Mapping[str, Callable[..., bytes]] = {
         build_equal,
         analyze,
         compare,
+        recognize,
         export,
         launch,
     )

@@ -1,4 +1,4 @@
-"""Routes without a job: analysis of a schedule, comparison of published schedules."""
+"""Routes without a job: analysis of a schedule, comparison of published schedules, recognition of files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from api.analysis import Analysis, Comparison
+from api.analysis import Analysis, Comparison, FileBody, Recognized
 from api.middleware import JsonBody, Owner
 from api.models import ProblemBody
 from api.openapi import WITH_BODY, errors, json_request
@@ -46,4 +46,16 @@ async def compare(
 ) -> Response:
     """Compare the published schedules of a problem, best first."""
     content = await service.pool.run("compare", body, owner, caps=asdict(service.caps), schedules=schedules)
+    return Response(content, media_type="application/json")
+
+
+@router.post(
+    "/recognize",
+    response_model=Recognized,
+    responses=errors(*WITH_BODY),
+    openapi_extra=json_request(FileBody, example={"name": "two-ranks.csv", "text": "0F0,0B0\n1F0,1B0\n"}),
+)
+async def recognize(service: TheService, owner: Owner, body: JsonBody) -> Response:
+    """Tell what a file is: a problem, a schedule, a measured step, a schedule CSV of torch or a model's config.json."""
+    content = await service.pool.run("recognize", body, owner, max_ops=service.caps.max_ops)
     return Response(content, media_type="application/json")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.api.harness import PROBLEM, body
 from tests.sample import examples
 
-ROUTES = ("/v1/schedules", "/v1/plans", "/v1/analyze", "/v1/compare")
+ROUTES = ("/v1/schedules", "/v1/plans", "/v1/analyze", "/v1/compare", "/v1/recognize")
 AT_ONCE_S = 5.0
 """Time limit of an answer on a busy machine; without care some of these bodies take minutes."""
 

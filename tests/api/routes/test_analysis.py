@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -11,14 +12,19 @@ from httpx import Client
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 
-from api.analysis import MOST_VIOLATIONS, Analysis, Comparison
+from api.analysis import MOST_VIOLATIONS, Analysis, Comparison, Recognized
 from instances import HALF, instance, uniform
+from optpipe.cluster.model import named_models
+from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.trace.compare import Span, planned_spans
+from optpipe.trace.compare import compare as compare_trace
 from optpipe.verify import verify
 from solver.methods import METHODS
 from solver.solve import solve
 from tests.api.harness import PROBLEM
+from tests.optpipe.trace.traces import trace_of
 from tests.problems import KNOWN_OPTIMA, problems
 from tests.recomputing import every_mode
 from tests.sample import examples
@@ -147,3 +153,64 @@ def test_optima_are_below_what_is_published(client: Client, name: str) -> None:
     values = [row["value_us"] for row in rows if row["why_not"] is None]
     assert values
     assert min(values) >= optimum
+
+
+TORCH_ROWS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+TOO_FEW = "0F0,0B0\n1F0\n"
+
+
+def recognized(client: Client, name: str, text: str, **more: Any) -> Any:
+    answer = client.post("/v1/recognize", json={"name": name, "text": text, **more})
+    if answer.is_success:
+        Recognized.model_validate(answer.json())
+        return answer.json()
+    (fault,) = answer.json()["errors"]
+    assert (answer.status_code, fault["pointer"]) == (422, "/text")
+    return fault["detail"]
+
+
+def test_files_are_recognized(client: Client) -> None:
+    schedule = solve(PROBLEM, "zb-h1")
+    problem = PROBLEM.to_json()
+    for text, kind in ((problem, "problem"), (f'{{"problem": {problem}}}', "problem")):
+        assert recognized(client, "x", text) == {"kind": kind, "notes": [], "schedules": []}
+    assert recognized(client, "config.json", json.dumps(dict(named_models()["llama-3.1-8b"])))["kind"] == "config"
+    found = recognized(client, "s.json", schedule.to_json())
+    assert (found["kind"], found["notes"]) == ("schedule", ["The verifier finds nothing wrong."])
+    assert found["schedules"] == [{"name": "s.json", "note": "zb-h1", "schedule": schedule.to_data()}]
+
+
+def test_a_torch_csv_takes_the_costs_of_a_problem(client: Client) -> None:
+    found = recognized(client, "ranks.csv", TORCH_ROWS)
+    assert "taken are 1,000 µs for each F, B and W" in found["notes"][1]
+    costs = uniform(2, 2, budget=8)
+    found = recognized(client, "ranks.csv", TORCH_ROWS, problem=costs.to_data())
+    assert found["notes"] == ["The verifier finds nothing wrong."]
+    assert found["schedules"][0]["schedule"]["problem"]["stages"] == costs.to_data()["stages"]
+
+
+def test_a_trace_holds_the_plan_and_the_step(client: Client) -> None:
+    schedule = solve(PROBLEM, "zb-h1")
+    trace = trace_of(
+        schedule, {op: Span(2 * span.start_us, 2 * span.end_us) for op, span in planned_spans(schedule).items()}
+    )
+    found = recognized(client, "trace.json", trace.to_json())
+    compared = compare_trace(trace)
+    planned, measured = (entry["schedule"] for entry in found["schedules"])
+    assert planned == trace.schedule.to_data()
+    assert measured["value_us"] == compared.step_us
+    for device in measured["devices"]:
+        for op in device["compute"]:
+            span = compared.spans[Op(op["op"], op["stage"], op["microbatch"])]
+            assert (op["start_us"], op["end_us"]) == span
+    assert found["notes"] == ["The step took 268.0 µs, 100.0 % longer than planned."]
+
+
+def test_other_files_are_refused_by_name(client: Client) -> None:
+    assert recognized(client, "l.json", '{"format": "optpipe.layers/1"}').startswith("l.json is a layer profile; ")
+    assert recognized(client, "t.txt", "hello").startswith("t.txt is none of the files that are known here")
+    assert "Maybe rows are missing" in recognized(client, "r.csv", TOO_FEW)
+    assert "twice" in recognized(client, "d.json", '{"format": 1, "format": 2}')
+    data = solve(PROBLEM, "zb-h1").to_data()
+    del data["devices"][0]["compute"][0]["stage"]
+    assert recognized(client, "s.json", json.dumps(data)).startswith("s.json: devices[0].compute[0].stage ")

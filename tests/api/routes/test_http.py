@@ -84,6 +84,7 @@ def test_operations_have_names_that_stay() -> None:
         "plan_schedule",
         "plan_submit",
         "ready",
+        "recognize",
         "remove",
         "rename",
         "retry",
