@@ -51,7 +51,7 @@ dist: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name
 
-# Tables and pictures: SIZE=quick to out/benchmarks/, SIZE=full to docs/benchmarks.md.
+# Tables and pictures: SIZE=quick to out/benchmarks/, SIZE=full to docs/benchmarks.
 SIZE ?= quick
 SECTIONS ?= all
 bench-tables: $(READY)

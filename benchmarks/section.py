@@ -1,4 +1,4 @@
-"""Sections of docs/benchmarks.md, each measured in two sizes, and their command line."""
+"""Sections of the pages in docs/benchmarks, each measured in two sizes, and their command line."""
 
 from __future__ import annotations
 

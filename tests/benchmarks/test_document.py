@@ -1,8 +1,9 @@
-"""The benchmarks' document keeps what is not measured anew, and shows each section with its picture."""
+"""The benchmarks' pages keep what is not measured anew, and show each section with its picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -12,7 +13,7 @@ from benchmarks.section import Section, Size
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The document of two sections; one draws a picture, and both number their measurements."""
+    """A page of two sections; one draws a picture, and both number their measurements."""
     counts = {"one": 0, "two": 0}
 
     def section(name: str) -> Section:
@@ -24,10 +25,13 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
         return Section(name, name.title(), "What it shows.", "command", measure)
 
-    file = tmp_path / "benchmarks.md"
-    monkeypatch.setattr(document, "SECTIONS", {name: section(name) for name in counts})
-    monkeypatch.setattr(document, "DOCUMENTS", {"quick": file})
-    return file
+    sections = {name: section(name) for name in counts}
+    module = ModuleType("measured")
+    module.__dict__["SECTIONS"] = tuple(sections.values())
+    monkeypatch.setattr(document, "SECTIONS", sections)
+    monkeypatch.setattr(document, "PAGES", (document.Page("page", "The page", (module,)),))
+    monkeypatch.setattr(document, "FOLDERS", {"quick": tmp_path})
+    return tmp_path / "benchmarks" / "page.md"
 
 
 def test_sections_have_their_order_and_none_is_there_that_was_not_measured(path: Path) -> None:
@@ -36,6 +40,7 @@ def test_sections_have_their_order_and_none_is_there_that_was_not_measured(path:
     document.main(["one"])
     text = path.read_text()
     assert text.index("## One") < text.index("## Two")
+    assert "| [The page](benchmarks/page.md) | One; Two |" in (path.parents[1] / "benchmarks.md").read_text()
 
 
 def test_only_what_is_named_is_measured(path: Path) -> None:
@@ -45,7 +50,7 @@ def test_only_what_is_named_is_measured(path: Path) -> None:
     assert "one measured 1 times, quick" in text
     assert "two measured 2 times, quick" in text
     assert "two measured 1" not in text
-    assert "![One](pictures/benchmarks/one.png)" in text
+    assert "![One](../pictures/benchmarks/one.png)" in text
     assert "![Two]" not in text
     before = text
     document.main([])
