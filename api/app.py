@@ -70,7 +70,7 @@ def create_app(settings: Settings) -> FastAPI:
     routers = [*ROUTERS, *(part.router for part in parts)]
     for router in routers:
         app.include_router(router, dependencies=[Depends(refuse_unknown_parameters)])
-    mount_page(app)
+    mount_page(app, settings.docs_folder)
     answer_errors_as_problems(app, [route for router in routers for route in router.routes])
     describe(app, settings.keys_required)
     # The last one added sees a request first.

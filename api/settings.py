@@ -34,6 +34,8 @@ class Settings(BaseSettings):
     """``postgresql://user:password@host/database``; None: a PostgreSQL of its own under `data_folder`."""
     data_folder: Path = Field(default_factory=lambda: default_data_folder())
     """Folder of the embedded PostgreSQL."""
+    docs_folder: Path = Path(__file__).parents[1] / "out" / "docs"
+    """Folder of the documentation, which is served under ``/docs/`` where it was built (``make docs``)."""
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     require_keys: bool = False

@@ -26,6 +26,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 
 from instances import instance, uniform
 from optpipe.problem import Problem
+from solver.solve import solve
 
 CHROMIUM = "/usr/bin/chromium"
 WAIT_MS = 60_000
@@ -212,8 +213,39 @@ def new_light(_: Service, page: Page) -> None:
     """A new problem with its published schedules."""
     page.goto("/#/new")
     page.select_option("#preset", "offload")
-    page.fill("#backward-weight-factor", "1.6")
+    page.fill("#backward-weight", "1.6 ms")
     expect(page.locator(SHOWN)).to_be_visible()
+
+
+def helped(service: Service, page: Page) -> None:
+    """A term explained."""
+    new_light(service, page)
+    page.get_by_role("button", name="Backward weight").click()
+
+
+DROP = """([name, text]) => {
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([text], name));
+  for (const kind of ["dragover", "drop"]) {
+    document.body.dispatchEvent(new DragEvent(kind, {dataTransfer, bubbles: true}));
+  }
+}"""
+"""Drops a file on the page."""
+
+
+def dropped(_: Service, page: Page) -> None:
+    """A schedule that was dropped, next to the published ones."""
+    page.goto("/#/jobs")
+    page.evaluate(DROP, ["mine.json", solve(OFFLOADED, "zb-auto").to_json()])
+    page.get_by_role("link", name="Add published schedules").click()
+    expect(page.locator(SHOWN).nth(2)).to_be_visible()
+
+
+def refused(_: Service, page: Page) -> None:
+    """A file that does not open on the page."""
+    page.goto("/#/compare")
+    page.evaluate(DROP, ["model.layers.json", '{"format": "optpipe.layers/1"}'])
+    expect(page.locator("[data-part=file-message]")).to_contain_text("layer profile")
 
 
 def jobs(service: Service, page: Page) -> None:
@@ -239,8 +271,9 @@ def empty(_: Service, page: Page) -> None:
 def faults(_: Service, page: Page) -> None:
     """Faults at their fields."""
     page.goto("/#/new")
-    page.select_option("#preset", "tiny")
+    expect(page.locator("[data-part=check]")).to_contain_text("Valid")
     page.fill("#microbatches", "-3")
+    page.fill("#forward", "soon")
     page.fill("#time-limit", "soon")
     expect(page.locator("#time-limit-fault")).to_contain_text("soon")
     expect(page.locator("#microbatches-fault")).to_contain_text("-3")
@@ -249,7 +282,7 @@ def faults(_: Service, page: Page) -> None:
 def published(_: Service, page: Page) -> None:
     """Published schedules of a problem side by side."""
     page.goto("/#/new")
-    page.select_option("#preset", "tiny")
+    expect(page.locator("[data-part=check]")).to_contain_text("Valid")
     page.get_by_role("button", name="Compare published").click()
     expect(page.locator(SHOWN).first).to_be_visible()
 
@@ -312,8 +345,11 @@ STATES: dict[str, tuple[Look, Photograph]] = {
     "new-light": (LIGHT, new_light),
     "new-dark": (DARK, new_light),
     "new-phone": (PHONE, new_light),
+    "help": (Look(whole=False), helped),
     "faults": (LIGHT, faults),
     "published": (LIGHT, published),
+    "dropped": (LIGHT, dropped),
+    "refused": (PHONE, refused),
     "job-light": (LIGHT, job_light),
     "job-dark": (DARK, job_light),
     "job-phone": (PHONE, job_light),
@@ -326,6 +362,7 @@ STATES: dict[str, tuple[Look, Photograph]] = {
     "lost": (LIGHT, lost),
     "infeasible": (LIGHT, infeasible),
     "compare-light": (LIGHT, compare),
+    "compare-phone": (Look("dark", width=390, height=844, touch=True), compare),
 }
 """States of the page by the name of their picture."""
 

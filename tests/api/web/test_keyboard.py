@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import Page, expect
 
-MOST_TABS = 40
+MOST_TABS = 60
 
 
 def tab_to(page: Page, name: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from httpx import Client
 from playwright.sync_api import Page, Route, expect
 
+from solver.solve import solve
 from tests.api.harness import PROBLEM, client_of
 from tests.browser import COMPILE_MS
 
@@ -33,7 +34,7 @@ def test_a_preset_fills_the_form_and_is_valid(form: Page) -> None:
 
 
 def test_faults_stand_at_their_fields(form: Page) -> None:
-    form.select_option("#preset", "tiny")
+    expect(form.locator("#preset")).to_have_value("tiny")
     form.fill("#microbatches", "-3")
     form.fill("#time-limit", "soon")
     expect(form.locator("#microbatches-fault")).to_contain_text("Microbatches is -3 but must be")
@@ -67,15 +68,41 @@ def test_a_field_that_stands_there_twice_is_refused(form: Page) -> None:
 
 def test_fields_and_text_are_one_problem(form: Page) -> None:
     form.fill("#problem", json.dumps(PROBLEM.to_data()))
-    form.fill("#budget-factor", "2.5")
+    form.fill("#budget", "20")
     form.fill("#microbatches", "6")
     form.select_option("#objective", "device_span")
     written = json.loads(form.input_value("#problem"))
     assert [device["memory_bytes"] for device in written["devices"]] == [20, 20]
     assert (written["microbatches"], written["objective"]) == (6, "device_span")
-    form.fill("#problem", json.dumps({**written, "microbatches": 9}))
+    form.fill("#problem", json.dumps({**written, "microbatches": 9, "host_memory_bytes": 100}))
     expect(form.locator("#microbatches")).to_have_value("9")
-    expect(form.locator("#budget-factor")).to_have_value("1")
+    form.fill("#offload", "1, none")
+    form.fill("#forward", "2 ms, 10us")
+    form.fill("#forward", "2, 3 ms")
+    form.fill("#offload-time", "4 us")
+    written = json.loads(form.input_value("#problem"))
+    assert [stage["forward_us"] for stage in written["stages"]] == [2000, 3000]
+    assert written["stages"][0]["offload"] == {"bytes": 1, "offload_us": 4, "reload_us": 10}
+    assert "offload" not in written["stages"][1]
+    assert written["host_memory_bytes"] == 100
+
+
+def test_other_devices_keep_the_placement_and_what_no_field_shows(form: Page) -> None:
+    v_shape = [
+        {**PROBLEM.to_data()["stages"][0], "device": d, "forward_us": 10 + k} for k, d in enumerate([0, 1, 1, 0])
+    ]
+    problem = {**PROBLEM.to_data(), "stages": v_shape, "transfer_us": [1, 2, 3], "source": "kept"}
+    form.fill("#problem", json.dumps(problem))
+    for count in ("1", "", "3"):
+        form.fill("#devices", count)
+    written = json.loads(form.input_value("#problem"))
+    assert [(stage["device"], stage["forward_us"]) for stage in written["stages"]] == [
+        (0, 10), (1, 10), (2, 11), (2, 12), (1, 13), (0, 13),
+    ]  # fmt: skip
+    assert (written["transfer_us"], written["source"], len(written["devices"])) == ([1, 2, 3, 3, 3], "kept", 3)
+    expect(form.locator("[data-part=check]")).to_contain_text("Valid: 3 devices, 6 stages")
+    form.fill("#devices", "2")
+    assert json.loads(form.input_value("#problem"))["stages"] == v_shape
 
 
 def test_sliders_redraw_a_published_schedule_at_once(form: Page) -> None:
@@ -84,7 +111,7 @@ def test_sliders_redraw_a_published_schedule_at_once(form: Page) -> None:
     expect(figures).to_contain_text("131.0\u00a0µs, proved optimal", timeout=COMPILE_MS)
     expect(form.locator("figure[data-magnification]")).to_be_visible()
     form.locator("[data-part=forward-slider]").fill("1")  # a unit of the slider is a doubling
-    expect(form.locator("#forward-factor")).to_have_value("2")
+    expect(form.locator("#forward")).to_have_value(str(2 * PROBLEM.stages[0].forward_us))
     expect(figures).not_to_contain_text("131.0")
     written = json.loads(form.input_value("#problem"))
     assert [stage["forward_us"] for stage in written["stages"]] == [2 * stage.forward_us for stage in PROBLEM.stages]
@@ -96,7 +123,7 @@ def test_sliders_redraw_a_published_schedule_at_once(form: Page) -> None:
     expect(form.locator("#microbatches")).to_have_value("7")
     expect(form.locator("[data-part=check]")).to_contain_text("7 microbatches")
     expect(figures).to_contain_text("1f1b: 2")
-    form.fill("#budget-factor", "0.1")
+    form.fill("#budget", "1")
     expect(figures).to_contain_text("No published schedule keeps these budgets")
     expect(form.locator("[data-part=preview-chart]")).to_be_hidden()
 
@@ -112,18 +139,20 @@ def test_the_factors_of_microbatches_repeat_where_there_are_more(form: Page) -> 
     assert json.loads(form.input_value("#problem"))["microbatch_factors"] == factors[:1]
 
 
-def test_a_factor_that_is_none_says_so(form: Page) -> None:
+def test_a_value_that_is_none_says_so(form: Page) -> None:
     form.fill("#problem", json.dumps(PROBLEM.to_data()))
-    form.fill("#transfer-factor", "twice")
-    expect(form.locator("#transfer-factor-fault")).to_contain_text("must be a number above 0")
+    form.fill("#transfer", "twice")
+    expect(form.locator("#transfer-fault")).to_have_text('"twice" is no time. Maybe 1.2 ms.')
+    form.fill("#forward", "1, 2, 3")
+    expect(form.locator("#forward-fault")).to_contain_text("3 values for 2 places")
 
 
 def test_a_schedule_file_brings_its_problem(form: Page) -> None:
-    content = json.dumps({"format": "optpipe.schedule/1", "problem": PROBLEM.to_data()}).encode()
+    content = solve(PROBLEM, "1f1b").to_json().encode()
     form.set_input_files(
         "[data-part=file]", {"name": "schedule.json", "mimeType": "application/json", "buffer": content}
     )
-    expect(form.locator("[data-part=check]")).to_contain_text("Valid: 2 devices")
+    expect(form.locator("[data-part=check]")).to_contain_text("Valid: 2 devices, 2 stages")
 
 
 def test_what_is_submitted(form: Page, own: Client) -> None:

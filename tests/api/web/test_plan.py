@@ -123,7 +123,9 @@ def test_a_config_json_is_planned_and_its_name_stays_text(page: Page, tmp_path: 
     assert page.title() != "owned"
     config.write_text("[]")
     page.set_input_files("[data-part=file]", config)
-    expect(page.locator("[data-part=state]")).to_contain_text("config.json is no config.json: it is no object")
+    expect(page.locator("[data-part=file-message]")).to_contain_text("config.json is none of the files that are known")
+    page.get_by_role("button", name="Change as a problem").click()
+    expect(page.locator("[data-part=check]")).to_contain_text("Valid: 2 devices")
 
 
 def test_nothing_fits(page: Page) -> None:

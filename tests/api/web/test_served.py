@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from base64 import b64encode
+from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
-from api.web import PAGE_HEADERS, is_page_path
+from api.web import PAGE_HEADERS, is_page_path, mount_page
+from api.web.terms import TERMS
 from optpipe.kinds import KIND
 from optpipe.plot.style import BUDGET
+from tests.docs.blocks import ROOT
 
 MARKUP_THAT_ACTS = re.compile(r"<style|\son\w+\s*=|\sstyle\s*=|javascript:|<script(?![^>]*\ssrc=)", re.IGNORECASE)
 
@@ -60,7 +67,32 @@ def test_other_paths_are_problems(service_url: str, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "expected"), [("/", True), ("/static/x/js/main.js", True), ("/v1/schedules", False), ("/staticx", False)]
+    ("path", "expected"),
+    [("/", True), ("/static/x/js/main.js", True), ("/docs/", True), ("/v1/schedules", False), ("/staticx", False)],
 )
 def test_what_needs_no_key(path: str, expected: bool) -> None:
     assert is_page_path(path) is expected
+
+
+def test_the_documentation_is_served_where_it_was_built(tmp_path: Path) -> None:
+    script = 'document.body.dataset.theme = "auto"'
+    (tmp_path / "index.html").write_text(f"<script>{script}</script>")
+    mount_page(app := FastAPI(docs_url=None), tmp_path)
+    with TestClient(app) as client:
+        answer = client.get("/docs/")
+        digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'self' 'sha256-{digest}';" in answer.headers["content-security-policy"]
+        assert client.get("/docs/none.html").status_code == 404
+        assert client.get("/docs/%2e%2e/secret").status_code == 404
+        assert 'href="/docs/concepts/offload.html"' in client.get("/").text
+    mount_page(app := FastAPI(docs_url=None), tmp_path / "none")
+    with TestClient(app) as client:
+        assert client.get("/docs/").status_code == 404
+        assert 'href="/docs/' not in client.get("/").text
+
+
+def test_terms_lead_to_pages_and_headings_that_are_there() -> None:
+    for term in TERMS.values():
+        page, _, anchor = term.page.partition("#")
+        headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / page.replace(".html", ".md")).read_text(), re.MULTILINE)
+        assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}, term

@@ -266,6 +266,18 @@ export async function comparePublished(problem, signal) {
   return methods;
 }
 
+/**
+ * What a file is, and the schedules in it.
+ *
+ * @param {string} name
+ * @param {string} text
+ * @param {unknown} [problem] with the costs of a schedule CSV
+ * @returns {Promise<import("./types.js").Recognized>}
+ */
+export function recognize(name, text, problem) {
+  return json("POST", "/v1/recognize", { body: JSON.stringify({ name: name.slice(-200), text, ...(problem ? { problem } : {}) }) });
+}
+
 /** @returns {Promise<{name: string, about: string}[]>} */
 export async function listPresets() {
   /** @type {{demo_data: {name: string, about: string}[]}} */

@@ -1,6 +1,7 @@
 /** Entry point of the page. */
 
 import { startDescription } from "./download.js";
+import { startDrops } from "./files.js";
 import { startKey } from "./key.js";
 import { startRouter } from "./router.js";
 import { startTheme } from "./theme.js";
@@ -13,4 +14,5 @@ import { planView } from "./views/plan.js";
 startTheme();
 startKey();
 startDescription();
+startDrops();
 startRouter({ plan: planView, new: newView, jobs: listView, job: jobView, compare: compareView });

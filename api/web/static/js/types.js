@@ -77,6 +77,13 @@
  * @property {number} solve_seconds
  * @property {DevicePlan[]} devices
  *
+ * @typedef {{name: string, note: string, schedule: Schedule}} FoundSchedule
+ *
+ * @typedef {object} Recognized a file
+ * @property {"problem" | "schedule" | "trace" | "torch-csv" | "config"} kind
+ * @property {string[]} notes
+ * @property {FoundSchedule[]} schedules
+ *
  * @typedef {"queued" | "running" | "succeeded" | "failed" | "cancelled"} Status
  *
  * @typedef {object} JobConfig

@@ -1,12 +1,14 @@
-/** Several schedules at one time scale: chosen jobs, or the published schedules of one problem. */
+/** Several schedules at one time scale: chosen jobs, those of a file, the published schedules of one problem. */
 
 import { ApiError, comparePublished, getJob, getSchedule } from "../api.js";
 import { drawCurves, seriesClass } from "../curve.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { readHistory } from "../events.js";
+import { fileButton } from "../files.js";
 import { GanttChart } from "../gantt/chart.js";
 import { TimeWindow } from "../gantt/time_window.js";
 import { OBJECTIVES, jobName } from "../jobs.js";
+import { keptNow } from "../kept.js";
 import { Progress } from "../progress.js";
 import { untilAnswered } from "../retry.js";
 import { bubbleRate, durationUs, fromZero, highestPeakBytes, workKey } from "../schedule.js";
@@ -24,26 +26,17 @@ import { NONE, bytesText, percentText, timeText } from "../units.js";
  * @property {Schedule | null} schedule
  */
 
-const PROBLEM = "optpipe.compare";
 /** Charts side by side beyond this many hide more than they show. */
 const MOST = 12;
-
-/**
- * Keep the problem whose published schedules are to be compared, for this tab.
- *
- * @param {Problem} problem
- */
-export function rememberProblem(problem) {
-  sessionStorage.setItem(PROBLEM, JSON.stringify(problem));
-}
 
 /** @type {import("../router.js").View} */
 export function compareView(root, { query }) {
   root.append(fromTemplate("template-compare"));
+  fileButton(root);
   const ending = new AbortController();
   const view = new Comparison(root, ending.signal);
   const ids = (query.get("ids") ?? "").split(",").filter(Boolean);
-  view.start(ids, query.has("published"));
+  view.start(ids, query.has("file"), query.has("published"));
   return () => {
     ending.abort();
     view.stop();
@@ -65,23 +58,35 @@ class Comparison {
   }
 
   /**
-   * @param {string[]} ids of jobs; none: the problem kept in this tab
-   * @param {boolean} published whether the published schedules of the jobs' problem are to stand next to them
+   * @param {string[]} ids of jobs; none: what was kept in this tab alone
+   * @param {boolean} file whether the schedules of the file that was opened last stand next to the jobs
+   * @param {boolean} published whether the published schedules of the problem do
    */
-  async start(ids, published) {
+  async start(ids, file, published) {
     if (ids.length) part(this.root, "picker", HTMLAnchorElement).href = `#/jobs?chosen=${ids.join(",")}`;
-    const stored = sessionStorage.getItem(PROBLEM);
-    part(this.root, "empty", HTMLElement).hidden = ids.length > 0 || stored !== null;
-    if (!ids.length && !stored) return;
-    const read = ids.length ? () => this.#jobs(ids.slice(0, MOST), published) : () => this.#kept(JSON.parse(stored ?? ""));
+    const kept = !ids.length || file ? keptNow() : null;
+    part(this.root, "empty", HTMLElement).hidden = ids.length > 0 || kept !== null;
+    if (!ids.length && !kept) return;
+    this.#showNotes(kept);
     try {
+      const read = () => this.#read(ids.slice(0, MOST), kept, published);
       const compared = await untilAnswered(read, this.signal, (error) => this.#tell(error));
       this.message.textContent = ids.length > MOST ? `The first ${MOST} of ${ids.length} are shown.` : "";
-      this.#offerPublished(compared, published);
+      if (!kept?.problem) this.#offerPublished(compared, published, file);
       this.#show(compared);
     } catch (error) {
       this.#tell(error);
     }
+  }
+
+  /** @param {import("../kept.js").Kept | null} kept */
+  #showNotes(kept) {
+    if (kept?.problem) {
+      part(this.root, "title", HTMLElement).textContent = `Published schedules of ${kept.problem.name || "this problem"}`;
+    }
+    const notes = kept?.notes ?? [];
+    part(this.root, "notes", HTMLElement).hidden = !notes.length;
+    part(this.root, "notes", HTMLElement).replaceChildren(...notes.map((note) => element("li", note)));
   }
 
   stop() {
@@ -90,10 +95,11 @@ class Comparison {
 
   /**
    * @param {string[]} ids
+   * @param {import("../kept.js").Kept | null} kept
    * @param {boolean} published
-   * @returns {Promise<Compared[]>} these jobs and, where they answer one problem, its published schedules
+   * @returns {Promise<Compared[]>} jobs, schedules of a file and, where all answer one problem, its published ones
    */
-  async #jobs(ids, published) {
+  async #read(ids, kept, published) {
     const jobs = await Promise.all(
       ids.map(async (id) => {
         const job = await getJob(id, this.signal);
@@ -103,28 +109,24 @@ class Comparison {
         return { name: jobName(job), note: schedule.method, id, revision: job.attempt ? job.revision : 0, schedule };
       }),
     );
-    const problem = published ? onlyProblem(jobs) : null;
-    return problem ? [...jobs, ...(await this.#published(problem))] : jobs;
-  }
-
-  /** @param {Problem} problem of this tab */
-  #kept(problem) {
-    part(this.root, "title", HTMLElement).textContent = `Published schedules of ${problem.name || "this problem"}`;
-    return this.#published(problem);
+    const all = [...jobs, ...(kept?.schedules ?? [])];
+    const problem = kept?.problem ?? (published ? onlyProblem(all) : null);
+    return problem ? [...all, ...(await this.#published(problem))] : all;
   }
 
   /**
-   * The link that adds the published schedules of the jobs' problem, or leaves them out.
+   * The link that adds the published schedules of the one problem, or leaves them out.
    *
    * @param {Compared[]} compared
    * @param {boolean} published whether they are there
+   * @param {boolean} file whether schedules of a file are
    */
-  #offerPublished(compared, published) {
+  #offerPublished(compared, published, file) {
     const link = part(this.root, "published", HTMLAnchorElement);
     const ids = compared.flatMap(({ id }) => id ?? []);
-    link.hidden = !ids.length || !onlyProblem(compared);
+    link.hidden = !onlyProblem(compared);
     link.textContent = published ? "Leave out published schedules" : "Add published schedules";
-    link.href = `#/compare?ids=${ids.join(",")}${published ? "" : "&published"}`;
+    link.href = `#/compare?ids=${ids.join(",")}${file ? "&file" : ""}${published ? "" : "&published"}`;
   }
 
   /**
@@ -254,15 +256,19 @@ function comparedRow({ name, note, id, schedule }, bestUs, all) {
   if (!schedule) return row;
   const { value_us: value, bound_us: bound, gap, objective } = schedule;
   if (value === bestUs) row.className = "best";
-  const texts = [
-    timeText(value),
-    toBestText(value, bestUs),
-    percentText(bubbleRate(schedule).bubble),
-    bytesText(highestPeakBytes(schedule)),
-    timeText(bound),
-    percentText(gap),
-  ];
-  row.append(...texts.map((text) => element("td", text)));
+  const figures = {
+    Value: timeText(value),
+    "To the best": toBestText(value, bestUs),
+    Bubble: percentText(bubbleRate(schedule).bubble),
+    "Highest peak": bytesText(highestPeakBytes(schedule)),
+    Bound: timeText(bound),
+    Gap: percentText(gap),
+  };
+  for (const [label, text] of Object.entries(figures)) {
+    const cell = element("td", text);
+    cell.dataset.label = label;
+    row.append(cell);
+  }
   if (id) {
     const others = all.flatMap((other) => (other.id && other.id !== id ? [other.id] : []));
     const published = others.length && all.some((other) => !other.id) ? "&published" : "";

@@ -15,6 +15,8 @@ import { countText, percentText, timeText } from "../units.js";
 const PAGE_SIZE = 50;
 /** Events that follow each other quickly are answered by one request. */
 const EVENT_PAUSE_MS = 300;
+/** A worker of the service has begun by then, which makes no event. */
+const WORKER_PAUSE_MS = 3000;
 /** Even without events, in case that one was missed. */
 const CALM_PAUSE_MS = 30_000;
 
@@ -295,7 +297,11 @@ class JobList {
     if (!figures) return;
     const { queued, running, workers, queueAgeS } = figures;
     const waiting = queued ? `, ${countText(queued, "job")} waiting, the first for ${timeText(1e6 * queueAgeS)}` : ", none waiting";
-    this.queue.textContent = `On this service: ${countText(workers, "worker")}, ${countText(running, "job")} running${waiting}.`;
+    const living = workers ? countText(workers, "worker") : "no worker (optpipe worker starts one)";
+    this.queue.textContent = `On this service: ${living}, ${countText(running, "job")} running${waiting}.`;
+    if (workers || signal.aborted || document.hidden) return;
+    clearTimeout(this.#timer);
+    this.#timer = window.setTimeout(() => this.#load(), WORKER_PAUSE_MS);
   }
 
   /** @param {unknown} error */

@@ -1,23 +1,25 @@
-/** A new problem: from a preset, a file or pasted text, checked by the server while it is edited. */
+/** A new problem: from a preset, a file, fields or pasted text, checked by the server while it is edited. */
 
 import { announce } from "../announce.js";
 import { ApiError, getJob, getPreset, getProblem, listPresets, submit, validate } from "../api.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { afterPause } from "../debounce.js";
-import { ProblemDocument } from "../form/document.js";
+import { droppedProblem, fileButton, takeFiles } from "../files.js";
+import { NAMES, ProblemDocument } from "../form/document.js";
 import { faultFields, sentence, showFaults } from "../form/faults.js";
 import { findSpan } from "../form/json_span.js";
 import { readConfig, fillConfig, numberOrText } from "../form/config.js";
 import { PublishedPreview } from "../form/preview.js";
+import { ValueField } from "../form/values.js";
 import { randomKey, untilAnswered } from "../retry.js";
 import { countText } from "../units.js";
-import { rememberProblem } from "./compare.js";
+import { keepProblem } from "../kept.js";
 
 /** @typedef {import("../types.js").Fault} Fault */
 
 const TYPING_PAUSE_MS = 400;
-const MOST_FILE_BYTES = 16 * 2 ** 20;
-const FACTORS = /** @type {const} */ (["budget", "forward", "backward-input", "backward-weight", "transfer"]);
+/** The preset that an empty form begins with. */
+const FIRST_PRESET = "tiny";
 /** Sliders of microbatches reach this far, or a multiple of what was loaded. */
 const LEAST_SLIDER_END = 32;
 
@@ -43,20 +45,23 @@ class NewProblem {
     this.form = part(root, "form", HTMLFormElement);
     this.editor = part(root, "problem", HTMLTextAreaElement);
     this.preset = part(root, "preset", HTMLSelectElement);
+    this.about = part(root, "about", HTMLElement);
+    this.devices = part(root, "devices", HTMLInputElement);
+    this.devicesFault = part(root, "devices-fault", HTMLElement);
     this.microbatches = part(root, "microbatches", HTMLInputElement);
     this.objective = part(root, "objective", HTMLSelectElement);
     this.microbatchSlider = part(root, "microbatch-slider", HTMLInputElement);
-    this.factors = FACTORS.map((name) => new FactorField(root, name));
     this.preview = new PublishedPreview(root);
     this.status = part(root, "check", HTMLElement);
     this.submit = part(root, "submit", HTMLButtonElement);
     this.compare = part(root, "compare", HTMLButtonElement);
     this.fields = faultFields(this.form);
     this.document = new ProblemDocument(this.editor);
+    this.values = NAMES.map((name) => new ValueField(root, name, this.document));
     this.checking = afterPause((signal) => this.#check(signal), TYPING_PAUSE_MS);
   }
 
-  /** @param {URLSearchParams} query ``from``: the job to begin with; ``budgets``: those to put in */
+  /** @param {URLSearchParams} query ``from``: the job to begin with; ``budgets``: those to put in; ``file``: the dropped one */
   start(query) {
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -65,14 +70,16 @@ class NewProblem {
     this.form.addEventListener("input", (event) => this.#onInput(event.target));
     this.compare.addEventListener("click", () => {
       if (!this.document.problem) return;
-      rememberProblem(this.document.problem);
+      keepProblem(this.document.problem);
       location.hash = "#/compare";
     });
     this.#listenToFiles();
-    this.#fillPresets();
     this.#showProblem();
     const from = query.get("from");
+    const dropped = query.has("file") ? droppedProblem() : "";
     if (from) this.#loadJob(from, query.get("budgets"));
+    else if (dropped) this.#loadText(dropped);
+    this.#fillPresets(!from && !dropped);
   }
 
   stop() {
@@ -89,6 +96,7 @@ class NewProblem {
       return;
     }
     if (target === this.editor) this.#onText();
+    else if (target === this.devices) this.#setDevices();
     else if (target === this.microbatches) this.document.setMicrobatches(numberOrText(this.microbatches.value));
     else if (target === this.objective) this.document.setObjective(this.objective.value);
     else if (target === this.microbatchSlider) {
@@ -96,9 +104,7 @@ class NewProblem {
       this.document.setMicrobatches(Number(this.microbatchSlider.value));
     }
     if (target === this.microbatches) this.microbatchSlider.value = this.microbatches.value;
-    const field = this.factors.find((other) => other.owns(target));
-    const factor = field?.read(target);
-    if (field && factor) this.document.scale(field.name, factor);
+    for (const field of this.values) field.read(target);
     this.#changed();
   }
 
@@ -108,14 +114,23 @@ class NewProblem {
     this.preview.update(this.document.problem);
   }
 
+  #setDevices() {
+    const count = numberOrText(this.devices.value);
+    if (typeof count === "number") this.document.setDevices(count);
+    const isThere = this.document.deviceCount === count;
+    this.devicesFault.textContent = isThere ? "" : "This must be a whole number from 1 to 4,096.";
+    if (isThere) this.#showProblem();
+  }
+
   #onText() {
     this.#loading.abort();
-    this.preset.value = "";
+    this.#showPreset("");
     this.document.readText();
     this.#showProblem();
   }
 
-  async #fillPresets() {
+  /** @param {boolean} isEmpty whether the form begins with the first of them */
+  async #fillPresets(isEmpty) {
     try {
       const presets = await untilAnswered(listPresets, this.#ending.signal, (error) => this.#tell(error));
       this.#hint();
@@ -125,6 +140,7 @@ class NewProblem {
         option.title = about;
         this.preset.append(option);
       }
+      if (isEmpty && !this.editor.value && !this.preset.value) await this.#loadPreset(FIRST_PRESET);
     } catch (error) {
       this.#tell(error);
     }
@@ -132,8 +148,16 @@ class NewProblem {
 
   /** @param {string} name */
   async #loadPreset(name) {
+    this.#showPreset(name);
     const loaded = await this.#read(async () => (name ? getPreset(name) : null));
     if (loaded) this.#load(loaded);
+  }
+
+  /** @param {string} name of the preset that the problem is; empty: none */
+  #showPreset(name) {
+    this.preset.value = name;
+    this.about.textContent = this.preset.selectedOptions[0]?.title ?? "";
+    this.about.hidden = !this.about.textContent;
   }
 
   /**
@@ -157,39 +181,17 @@ class NewProblem {
   }
 
   #listenToFiles() {
-    const input = part(this.root, "file", HTMLInputElement);
-    part(this.root, "open-file", HTMLButtonElement).addEventListener("click", () => input.click());
-    input.addEventListener("change", () => this.#readFile(input.files?.[0]));
-    this.editor.addEventListener("dragover", (event) => {
-      event.preventDefault();
-      this.editor.setAttribute("data-dropping", "");
-    });
-    this.editor.addEventListener("dragleave", () => this.editor.removeAttribute("data-dropping"));
-    this.editor.addEventListener("drop", (event) => {
-      if (!event.dataTransfer?.files.length) return;
-      event.preventDefault();
-      this.editor.removeAttribute("data-dropping");
-      this.#readFile(event.dataTransfer.files[0]);
-    });
+    fileButton(this.root);
+    /** @param {string} text */
+    const load = (text) => this.#loadText(text);
+    takeFiles({ problem: load, schedule: load }, this.#ending.signal, () => this.document.problem);
   }
 
-  /** @param {File | undefined} file */
-  async #readFile(file) {
-    if (!file) return;
-    if (file.size > MOST_FILE_BYTES) {
-      this.status.textContent = `${file.name} is too large for a problem. Maybe it is another file.`;
-      return;
-    }
-    this.preset.value = "";
-    const text = await this.#read(() => file.text());
-    if (text === null) return;
-    try {
-      this.#load(JSON.parse(text));
-    } catch {
-      this.editor.value = text;
-      this.#onText();
-      this.#changed();
-    }
+  /** @param {string} text of a problem, a body with one, or a schedule */
+  #loadText(text) {
+    this.#loading.abort();
+    this.#showPreset("");
+    this.#load(JSON.parse(text));
   }
 
   /** @param {any} loaded a problem, a body with one, or a schedule, which holds one */
@@ -225,7 +227,12 @@ class NewProblem {
     this.microbatches.disabled = this.objective.disabled = this.microbatchSlider.disabled = !problem;
     this.microbatchSlider.max = String(Math.max(LEAST_SLIDER_END, 4 * Number(problem?.microbatches ?? 1)));
     this.microbatchSlider.value = this.microbatches.value;
-    for (const field of this.factors) field.reset(this.document.canScale(field.name));
+    const { deviceCount } = this.document;
+    if (this.devices !== document.activeElement) this.devices.value = String(deviceCount ?? problem?.devices?.length ?? "");
+    this.devices.disabled = !deviceCount;
+    this.devices.title = problem && !deviceCount ? "The placement has no rule by which there could be more; the text has it." : "";
+    this.devicesFault.textContent = "";
+    for (const field of this.values) field.show();
     this.submit.disabled = this.compare.disabled = !problem;
     if (this.document.error) this.#show([{ pointer: "/problem", code: "bad_json", detail: this.document.error }]);
     else showFaults(this.fields, []);
@@ -319,45 +326,5 @@ class NewProblem {
     const line = this.editor.value.slice(0, start).split("\n").length - 1;
     const lineHeight = parseFloat(getComputedStyle(this.editor).lineHeight);
     this.editor.scrollTop = Math.max(0, (line - 2) * lineHeight);
-  }
-}
-
-/** A factor as text and as a slider, whose scale is logarithmic: each unit doubles it. */
-class FactorField {
-  /**
-   * @param {HTMLElement} root
-   * @param {import("../form/document.js").Factor} name
-   */
-  constructor(root, name) {
-    this.name = name;
-    this.text = part(root, `${name}-factor`, HTMLInputElement);
-    this.slider = part(root, `${name}-slider`, HTMLInputElement);
-    this.fault = part(root, `${name}-factor-fault`, HTMLElement);
-  }
-
-  /** @param {EventTarget | null} target */
-  owns(target) {
-    return target === this.text || target === this.slider;
-  }
-
-  /**
-   * @param {EventTarget | null} target the one of the two that was changed; the other follows
-   * @returns {number | null} null: it is no factor
-   */
-  read(target) {
-    if (target === this.slider) this.text.value = String(Number((2 ** Number(this.slider.value)).toPrecision(3)));
-    const factor = Number(this.text.value);
-    const isValid = this.text.value.trim() !== "" && factor > 0 && Number.isFinite(factor);
-    this.fault.textContent = isValid ? "" : "This must be a number above 0.";
-    if (isValid && target === this.text) this.slider.value = String(Math.log2(factor));
-    return isValid ? factor : null;
-  }
-
-  /** @param {boolean} isEnabled */
-  reset(isEnabled) {
-    this.text.value = "1";
-    this.slider.value = "0";
-    this.fault.textContent = "";
-    this.text.disabled = this.slider.disabled = !isEnabled;
   }
 }

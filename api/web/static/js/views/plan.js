@@ -17,6 +17,7 @@ import { afterPause } from "../debounce.js";
 import { download } from "../download.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { hasEnded, subscribe } from "../events.js";
+import { fileButton, openProblem, takeFiles } from "../files.js";
 import { numberOrText, splitTags } from "../form/config.js";
 import { faultFields, showFaults } from "../form/faults.js";
 import { GanttChart } from "../gantt/chart.js";
@@ -35,7 +36,6 @@ const CHANGE_PAUSE_MS = 600;
 const REFRESH_PAUSE_MS = 400;
 /** A cancelled plan has ended by then. */
 const END_MS = 1500;
-const MOST_FILE_BYTES = 2 ** 20;
 const OWN = "";
 const FIRST_MODEL = "llama-3.1-70b";
 const FIRST_MACHINE = "h100";
@@ -67,6 +67,8 @@ class PlanView {
   /** @type {GanttChart | null} */
   #chart = null;
   #offloads = false;
+  /** Of the pipeline that the chart shows. @type {import("../types.js").Problem | null} */
+  #problem = null;
   /** What the chart shows: it is fetched anew only where that changes. */
   #drawn = "";
   #drawing = new AbortController();
@@ -149,25 +151,13 @@ class PlanView {
       await navigator.clipboard.writeText(location.href);
       announce("link copied");
     });
-    const file = part(this.root, "file", HTMLInputElement);
-    part(this.root, "open-file", HTMLButtonElement).addEventListener("click", () => file.click());
-    file.addEventListener("change", () => {
-      const chosen = file.files?.[0];
-      file.value = ""; // the same file may be opened again, once it was changed
-      this.#readFile(chosen);
+    fileButton(this.root);
+    takeFiles({ config: (text, name) => this.#takeConfig(JSON.parse(text), name) }, this.#ending.signal);
+    part(this.root, "as-problem", HTMLButtonElement).addEventListener("click", () => {
+      if (this.#problem) openProblem(JSON.stringify(this.#problem));
     });
-    this.form.addEventListener("dragover", (event) => {
-      event.preventDefault();
-      this.form.setAttribute("data-dropping", "");
-    });
-    this.form.addEventListener("dragleave", () => this.form.removeAttribute("data-dropping"));
-    this.form.addEventListener("drop", (event) => {
-      event.preventDefault();
-      this.form.removeAttribute("data-dropping");
-      this.#readFile(event.dataTransfer?.files[0]);
-    });
-    for (const button of part(this.root, "downloads", HTMLElement).querySelectorAll("button")) {
-      button.addEventListener("click", () => this.#download(button));
+    for (const button of part(this.root, "downloads", HTMLElement).querySelectorAll("button[data-ending]")) {
+      if (button instanceof HTMLButtonElement) button.addEventListener("click", () => this.#download(button));
     }
   }
 
@@ -202,18 +192,13 @@ class PlanView {
     );
   }
 
-  /** @param {File | undefined} file */
-  async #readFile(file) {
-    if (!file) return;
-    try {
-      if (file.size > MOST_FILE_BYTES) throw new Error("it is too large");
-      const config = JSON.parse(await file.text());
-      if (typeof config !== "object" || config === null || Array.isArray(config)) throw new Error("it is no object");
-      this.#setConfig(config, file.name);
-      this.#ask();
-    } catch (error) {
-      this.state.textContent = `${file.name} is no config.json: ${error instanceof Error ? error.message : error}.`;
-    }
+  /**
+   * @param {Record<string, unknown>} config
+   * @param {string} name
+   */
+  #takeConfig(config, name) {
+    this.#setConfig(config, name);
+    this.#ask();
   }
 
   /**
@@ -463,12 +448,15 @@ class PlanView {
       this.#chart ??= new GanttChart(host, { name });
       this.#chart.rename(name);
       this.#chart.show(schedule);
+      this.#problem = schedule.problem;
+      part(this.root, "as-problem", HTMLButtonElement).hidden = false;
       this.#offloads = schedule.devices.some((plan) => plan.offload?.length);
       for (const dropped of this.root.querySelectorAll("[data-part=dropped]")) dropped.toggleAttribute("hidden", !this.#offloads);
     } catch (error) {
       if (signal.aborted) return;
       this.#drawn = "";
       host.hidden = true;
+      part(this.root, "as-problem", HTMLButtonElement).hidden = true;
       waiting.hidden = false;
       waiting.textContent = `There is no picture of its schedule: ${error instanceof Error ? error.message : error}`;
     }
