@@ -19,6 +19,7 @@ from optpipe.assignment import CHANGES, Places
 from optpipe.compile import compile_schedule
 from optpipe.compile.memory import memory_steps
 from optpipe.problem import Floats, Problem
+from optpipe.stage import UnitFactors
 from solver.solve import solve
 
 NAME = "lengths"
@@ -62,7 +63,7 @@ def measure(method: str, name: str, budget: float | None, steps: int) -> Loss:
     places.assign(np.ones((3, MICROBATCHES)), 1)  # compiles, or loads what is compiled
     for _ in range(steps):
         drawn = lengths(name, rng)
-        factors, work_us = np.array([drawn] * 3), 3000 * drawn.sum()
+        factors, work_us = np.array([drawn] * len(UnitFactors._fields)), 3000 * drawn.sum()
         begin = thread_time()
         found = places.assign(factors)
         seconds.append(thread_time() - begin)

@@ -43,6 +43,7 @@ def warm_up() -> None:
     """Let all that has kernels solve toy problems, so that each kernel is compiled and kept; searches first."""
     from optpipe.assignment import MemorySteps, Places
     from optpipe.simulate import simulate
+    from optpipe.stage import UnitFactors
     from solver.build import build_schedule
     from solver.limits import Limits
     from solver.methods import METHODS
@@ -59,7 +60,7 @@ def warm_up() -> None:
         starts.append((problem, Solution(orders, value_us, 0.0)))
         build_schedule(problem, orders, 0.0, "floor", 0.0)
         nothing = MemorySteps(np.zeros(1, np.int64), np.zeros(1, np.int64), 0)
-        Places(problem, orders, [nothing]).assign(np.ones((3, problem.microbatches)), 1)
+        Places(problem, orders, [nothing]).assign(np.ones((len(UnitFactors._fields), problem.microbatches)), 1)
     for search in SEARCHES.values():
         if search.kernels:
             for problem, start in starts:
