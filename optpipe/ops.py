@@ -205,7 +205,8 @@ class Orders:
     its transfers in order. Other channels follow the order of their only stream. `modes`: the activation mode of each
     unit on each stage, as an index into the stage's `choices`, of shape (stages, units); None where each is offloaded
     whole or kept, as it has an O or not. `microbatch_order`: the microbatches in the order in which they run, where a
-    problem leaves it free; None: ascending.
+    problem leaves it free; None: ascending. `blocks[op]`: the fused backward that runs as one block with an F, right
+    behind which it stands (`Problem.overlaps`).
     """
 
     devices: Sequence[DeviceOrders]
@@ -213,6 +214,7 @@ class Orders:
     channels: Sequence[Sequence[Op]] = ()
     modes: Ints | None = None
     microbatch_order: Sequence[int] | None = None
+    blocks: Mapping[Op, Op] = field(default_factory=dict)
 
     @classmethod
     def of_compute(cls, compute: Iterable[Sequence[Op]]) -> Self:
@@ -225,7 +227,7 @@ class Orders:
         pairs = ((self.devices, other.devices), (self.waits, other.waits), (self.channels, other.channels))
         if (self.modes is None) != (other.modes is None) or not all(own == others for own, others in pairs):
             return False
-        if self.microbatch_order != other.microbatch_order:
+        if self.microbatch_order != other.microbatch_order or self.blocks != other.blocks:
             return False
         return self.modes is None or other.modes is None or np.array_equal(self.modes, other.modes)
 
@@ -239,7 +241,8 @@ class Orders:
 def orders_to_data(orders: Orders) -> dict[str, Any]:
     """Orders as JSON values, such as ``{"devices": [["F0.0 B0.0 W0.0", "", ""]], "waits": {}, "channels": []}``.
 
-    With modes there is also ``"modes"``, a list of indices for each stage, and ``"microbatch_order"`` if there is one.
+    With modes there is also ``"modes"``, a list of indices for each stage; ``"microbatch_order"`` if there is one; with
+    blocks ``"blocks"``, the two ops of each one after the other.
     """
     columns = WaitArray.of(orders.waits)
     waits: dict[str, str] = {}
@@ -254,6 +257,8 @@ def orders_to_data(orders: Orders) -> dict[str, Any]:
         data["modes"] = orders.modes.tolist()
     if orders.microbatch_order is not None:
         data["microbatch_order"] = list(orders.microbatch_order)
+    if orders.blocks:
+        data["blocks"] = " ".join(f"{forward} {backward}" for forward, backward in orders.blocks.items())
     return data
 
 
@@ -270,11 +275,12 @@ def orders_from_data(data: dict[str, Any]) -> Orders:
     microbatch_order = data.get("microbatch_order")
     if microbatch_order is not None and not all(type(i) is int for i in microbatch_order):
         raise ValueError("microbatch_order must be a list of integers")
-    waiting = OpArray.parse(" ".join(waits))
+    waiting, joined = OpArray.parse(" ".join(waits)), [*OpArray.parse(data.get("blocks", ""))]
     return Orders(
         [DeviceOrders(*map(OpArray.parse, streams)) for streams in data["devices"]],
         WaitArray(waiting[np.repeat(np.arange(len(counts)), counts)], OpArray.parse(" ".join(waits.values()))),
         [OpArray.parse(channel) for channel in data["channels"]],
         modes,
         microbatch_order,
+        dict(zip(joined[::2], joined[1::2], strict=True)),
     )

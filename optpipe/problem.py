@@ -36,6 +36,7 @@ from optpipe.fields import (
     reject,
 )
 from optpipe.kinds import KIND
+from optpipe.ops import Op
 from optpipe.stage import SliceFactors, Stage, UnitFactors, UnitStage, exact, scaled_bytes, scaled_us
 
 Floats = NDArray[np.float64]
@@ -44,6 +45,9 @@ T = TypeVar("T")
 
 MAX_PROBLEM_BYTES = 16 * 2**20
 """Enough for tens of thousands of stages; a larger file is some other kind of file."""
+
+MAX_OVERLAPS = 100_000
+"""Most pairs of stages that may run as one block."""
 
 Objective = Literal["makespan", "device_span"]
 
@@ -112,6 +116,17 @@ class Slices(Document):
     factors: SliceFactors = SliceFactors()
 
 
+class Overlap(Document):
+    """A block of a forward and the fused backward of another microbatch on one device, which takes `us` in one.
+
+    The communication of each hides behind the other's computation (DualPipe, arXiv 2412.19437).
+    """
+
+    forward_stage: Index
+    backward_stage: Index
+    us: TimeUs
+
+
 class CopyChannels(Document):
     """Copy channels between devices and the host.
 
@@ -139,6 +154,7 @@ class Problem(Displayed, Document):
     microbatch_factors: list[MicrobatchFactors] | None = None
     microbatch_order: Literal["given", "free"] = "given"
     slices: Slices | None = None
+    overlaps: Annotated[list[Overlap], at_most(MAX_OVERLAPS)] | None = None
 
     def __eq__(self, other: object) -> bool:
         """True if all fields are equal. What was derived from them meanwhile, arrays included, says nothing more."""
@@ -197,6 +213,43 @@ class Problem(Displayed, Document):
                     )
                 group_of[device] = g
         return self
+
+    @model_validator(mode="after")
+    def _overlaps_agree(self) -> Self:
+        seen: dict[tuple[int, int], int] = {}
+        for n, overlap in enumerate(self.overlaps or ()):
+            where, pair = f"overlaps[{n}]", (overlap.forward_stage, overlap.backward_stage)
+            for name, s in zip(("forward_stage", "backward_stage"), pair, strict=True):
+                if s >= len(self.stages):
+                    raise reject("unknown_stage", f"{where}.{name} is {s} of {len(self.stages)} stages, from 0")
+            if pair in seen:
+                raise reject("repeated_pair", f"{where} names the stages {pair}, which overlaps[{seen[pair]}] names")
+            seen[pair] = n
+            forward, backward = (self.stages[s] for s in pair)
+            if forward.device != backward.device:
+                devices = f"stages {pair[0]} and {pair[1]} on devices {forward.device} and {backward.device}"
+                raise reject("two_devices", f"{where} has {devices}, but a block runs on one device")
+            if backward.backward == "none":
+                raise reject("no_backward", f"{where}.backward_stage is {pair[1]}, whose backward is 'none'")
+            least_us = max(forward.duration_us("F"), backward.duration_us("BW"))
+            if overlap.us < least_us:
+                detail = f"{where}.us is {overlap.us} but the longer of the two takes {least_us}"
+                raise reject("too_short", f"{detail}. Maybe it is the time that the block saves")
+        return self
+
+    @cached_property
+    def block_us(self) -> dict[tuple[int, int], int | float]:
+        """Time of a block by the stages of its forward and its backward, for units with factor 1."""
+        return {(one.forward_stage, one.backward_stage): one.us for one in self.overlaps or ()}
+
+    def block_of_units_us(self, forward: Op, backward: Op) -> int | float | None:
+        """Time of two ops as one block: that of their stages times the larger factor; None if they may not be one."""
+        time_us = self.block_us.get((forward.stage, backward.stage))
+        apart = (forward.kind, backward.kind) != ("F", "BW") or forward.microbatch == backward.microbatch
+        if time_us is None or apart:
+            return None
+        first, last = (self.unit_factors(op.stage, op.microbatch) for op in (forward, backward))
+        return scaled_us(time_us, max(first.forward, last.backward_input, last.backward_weight))
 
     @model_validator(mode="after")
     def _factors_agree(self) -> Self:

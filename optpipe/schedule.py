@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, overload
@@ -69,6 +69,7 @@ class ScheduledOp(Document):
     """An op with its predicted times and the ops of other streams that it waits for.
 
     `mode` is given for an F whose activation is not kept; None: as stages[].offload if there is an O, else kept.
+    `partner` (``with`` in the document): the other op of a block.
     """
 
     op: KindName
@@ -77,6 +78,7 @@ class ScheduledOp(Document):
     start_us: Instant
     end_us: Instant
     mode: ModeName | None = None
+    partner: Annotated[str, AfterValidator(_op_name)] | None = Field(None, alias="with")
     waits: list[Annotated[str, AfterValidator(_op_name)]] = []
 
     @property
@@ -86,7 +88,8 @@ class ScheduledOp(Document):
 
 
 _FIELDS = ("op", "stage", "microbatch", "start_us", "end_us")
-_FIELD_SETS = {frozenset((*_FIELDS, *more)) for more in ((), ("waits",), ("mode",), ("mode", "waits"))}
+_RARE_FIELDS = ("mode", "with", "waits")
+_FIELD_SETS = {frozenset((*_FIELDS, *more)) for n in range(4) for more in combinations(_RARE_FIELDS, n)}
 
 
 class PlannedOps(Sequence[ScheduledOp]):
@@ -94,7 +97,7 @@ class PlannedOps(Sequence[ScheduledOp]):
 
     `starts` and `ends` are the times of `ops` in us, as given. `waits` maps the index of an op to the names of the ops
     that it waits for. `silent`: indices of ops for which the document has no field `waits`, kept for the round trip.
-    `modes` maps the index of an op to its field `mode`, where the document has one.
+    `modes` maps the index of an op to its field `mode`, where the document has one; `partners` to its field `with`.
     """
 
     def __init__(
@@ -105,12 +108,14 @@ class PlannedOps(Sequence[ScheduledOp]):
         waits: Mapping[int, Sequence[str]] | None = None,
         silent: frozenset[int] = frozenset(),
         modes: Mapping[int, str | None] | None = None,
+        partners: Mapping[int, str | None] | None = None,
     ) -> None:
         self.ops = OpArray([], [], []) if ops is None else ops
         self.starts, self.ends = starts, ends
         self.waits = waits or {}
         self.silent = silent
         self.modes = modes or {}
+        self.partners = partners or {}
 
     @cached_property
     def start_us(self) -> Floats:
@@ -136,9 +141,10 @@ class PlannedOps(Sequence[ScheduledOp]):
             {"op": kind, "stage": stage, "microbatch": microbatch, "start_us": start, "end_us": end, "waits": []}
             for kind, stage, microbatch, start, end in zip(*columns, self.starts, self.ends, strict=True)
         ]
-        for index, mode in self.modes.items():
-            row = rows[index]
-            row["mode"], row["waits"] = mode, row.pop("waits")
+        for name, column in (("mode", self.modes), ("with", self.partners)):
+            for index, value in column.items():
+                row = rows[index]
+                row[name], row["waits"] = value, row.pop("waits")
         for index, names in self.waits.items():
             rows[index]["waits"] = list(names)
         for index in self.silent:
@@ -164,14 +170,17 @@ class PlannedOps(Sequence[ScheduledOp]):
         values = dict(zip(_FIELDS, (*op, self.starts[index], self.ends[index]), strict=True))
         waits = list(self.waits.get(index, ()))
         given = {*_FIELDS} if index in self.silent else {*_FIELDS, "waits"}
-        if index in self.modes:
-            given.add("mode")
-        return ScheduledOp.model_construct(given, **values, mode=self.modes.get(index), waits=waits)
+        given |= {name for name, column in (("mode", self.modes), ("partner", self.partners)) if index in column}
+        rare = {"mode": self.modes.get(index), "partner": self.partners.get(index)}
+        return ScheduledOp.model_construct(given, **values, **rare, waits=waits)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlannedOps):
             return isinstance(other, list) and list(self) == other
-        columns = [(list(ops.starts), list(ops.ends), dict(ops.waits), dict(ops.modes)) for ops in (self, other)]
+        columns = [
+            (list(ops.starts), list(ops.ends), dict(ops.waits), dict(ops.modes), dict(ops.partners))
+            for ops in (self, other)
+        ]
         return self.ops == other.ops and columns[0] == columns[1]
 
     __hash__ = None  # type: ignore[assignment]
@@ -207,6 +216,7 @@ class PlannedOps(Sequence[ScheduledOp]):
             {k: op.waits for k, op in enumerate(ops) if op.waits},
             frozenset(k for k, op in enumerate(ops) if "waits" not in op.model_fields_set),
             {k: op.mode for k, op in enumerate(ops) if "mode" in op.model_fields_set},
+            {k: op.partner for k, op in enumerate(ops) if "partner" in op.model_fields_set},
         )
 
     @classmethod
@@ -231,7 +241,10 @@ class PlannedOps(Sequence[ScheduledOp]):
             modes = {k: row["mode"] for k, row in enumerate(rows) if "mode" in row}
             if not all(type(mode) is str and 0 < len(mode) <= MAX_MODE_NAME for mode in modes.values()):
                 return None
-        return cls(OpArray.of_columns(kinds, stages, microbatches), starts, ends, waits, silent, modes)
+        partners = {k: row["with"] for k, row in enumerate(rows) if "with" in row}
+        if not _is_list_of_names([*partners.values()]):
+            return None
+        return cls(OpArray.of_columns(kinds, stages, microbatches), starts, ends, waits, silent, modes, partners)
 
 
 __all__ = ["DevicePlan", "PlannedOps", "Schedule", "ScheduledOp", "shared_channels"]
@@ -397,7 +410,9 @@ class Schedule(Displayed, Document):
         waits = WaitArray.joined([ops.waits_of() for device in self.devices for _, ops in device.streams()])
         shared = shared_channels(self.problem)
         if not shared:
-            return Orders(devices, waits, modes=self.modes, microbatch_order=self.microbatch_order)
+            return Orders(
+                devices, waits, modes=self.modes, microbatch_order=self.microbatch_order, blocks=self._blocks()
+            )
         at = {
             op: times
             for device in self.devices
@@ -409,7 +424,14 @@ class Schedule(Displayed, Document):
         for lists in shared:
             transfers = [op for device, stream in lists for op in getattr(self.devices[device], stream).ops]
             channels.append(sorted(transfers, key=lambda op: (*at[op], index.get(op, 0))))
-        return Orders(devices, waits, [channel for channel in channels if channel], self.modes, self.microbatch_order)
+        used = [channel for channel in channels if channel]
+        return Orders(devices, waits, used, self.modes, self.microbatch_order, self._blocks())
+
+    def _blocks(self) -> dict[Op, Op]:
+        """The fused backward of each F that names one."""
+        streams = (device.compute for device in self.devices)
+        named = ((ops.ops[index], partner) for ops in streams for index, partner in ops.partners.items())
+        return {op: Op.parse(partner) for op, partner in named if partner is not None and op.kind == "F"}
 
     def orders_in(self, problem: Problem) -> Orders:
         """The orders for another problem with the same stages and microbatches; activation modes are those of one name.
@@ -506,6 +528,14 @@ def named_modes(problem: Problem, modes: Ints | None, ops: OpArray) -> dict[int,
     return {k: stages[s].choices[mode].name for k, s, mode in named if mode not in unsaid[s]}
 
 
+def named_partners(orders: Orders, ops: OpArray) -> dict[int, str]:
+    """The other op of each op of a block, by its index."""
+    if not orders.blocks:
+        return {}
+    partners = {**orders.blocks, **{backward: forward for forward, backward in orders.blocks.items()}}
+    return {k: str(partners[op]) for k, op in enumerate(ops) if op in partners}
+
+
 def shared_channels(problem: Problem) -> Sequence[Sequence[tuple[int, StreamName]]]:
     """Copy channels that serve more than one stream, each as its (device, stream) pairs."""
     directions: list[list[StreamName]] = (
@@ -548,8 +578,9 @@ def _op_lines(planned: PlannedOps) -> list[str]:
         f'"start_us": {start!r}, "end_us": {end!r}, "waits": []}}'
         for kind, stage, microbatch, start, end in rows
     ]
-    for index, mode in planned.modes.items():
-        lines[index] = lines[index].removesuffix('"waits": []}') + f'"mode": {_line(mode)}, "waits": []}}'
+    for name, column in (("mode", planned.modes), ("with", planned.partners)):
+        for index, value in column.items():
+            lines[index] = lines[index].removesuffix('"waits": []}') + f'"{name}": {_line(value)}, "waits": []}}'
     for index, names in planned.waits.items():
         lines[index] = lines[index].removesuffix("[]}") + f"{_line(list(names))}}}"
     for index in planned.silent:

@@ -127,6 +127,7 @@ def simulate(problem: Problem, orders: Orders) -> Simulation:
         raise _deadlock(network, sequence)
     if problem.objective == "device_span":
         start = _least_span(network, start)
+    start = start[network.whole]
     return Simulation(problem, network.ops, network.device, start, start + network.duration, orders.modes)
 
 
@@ -232,7 +233,10 @@ class _Network:
         self.duration = self.graph.duration_us[self.types]
         self._check_duties(orders.modes)
         self._check_unit_order(orders.microbatch_order)
-        self.edges = self._edges(orders)
+        self.whole = self._join(orders)
+        source, target, delay = self._edges(orders)
+        inner = self.whole[source] != self.whole[target]
+        self.edges = self.whole[source[inner]], self.whole[target[inner]], delay[inner]
 
     def _check_inside(self) -> None:
         inside = self._inside(self.ops)
@@ -341,6 +345,24 @@ class _Network:
             if self.problem.slice_count > 1:
                 rule += ", and slices run forward from the first and backward from the last,"
             raise OrderError(f"{early} comes before {late}, but {rule} within a stage")
+
+    def _join(self, orders: Orders) -> Ints:
+        """The node that stands for each node: the F of a block for both of its ops. Sets the duration of both.
+
+        Raises OrderError for two ops that may not be a block.
+        """
+        whole = np.arange(self.size)
+        for forward, backward in orders.blocks.items():
+            time_us = self.problem.block_of_units_us(forward, backward)
+            first, last = self._nodes([forward, backward]).tolist()
+            if time_us is None or last != first + 1 or self.device[first] != self.device[last]:
+                why = "no overlap of the problem" if time_us is None else "not right behind each other"
+                raise OrderError(f"{forward} and {backward} are one block, but {why}")
+            if whole[first] != first or whole[last] != last:
+                raise OrderError(f"{forward} and {backward} are one block, but one of them is of another")
+            whole[last] = first
+            self.duration[[first, last]] = time_us
+        return whole
 
     def _edges(self, orders: Orders) -> tuple[Ints, Ints, Floats]:
         parts = [*self._stream_edges(), *self._rule_edges(), *self._order_edges(orders)]
@@ -468,7 +490,7 @@ def _least_span(network: _Network, start: Floats) -> Floats:
     """Start times of the same orders that minimise the largest device span."""
     ends = np.cumsum(network.lengths)
     compute = [(e - n, e - 1) for n, e in zip(network.lengths, ends, strict=True)][:: len(STREAMS)]
-    first, last = np.array([pair for pair in compute if pair[0] <= pair[1]], np.int64).T
+    first, last = network.whole[np.array([pair for pair in compute if pair[0] <= pair[1]], np.int64).T]
 
     def earliest(release: Floats) -> Floats:
         result: Floats = _earliest_starts(network.duration, *network.edges, release)[0]

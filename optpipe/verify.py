@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError, cycle_text
 from optpipe.kinds import KINDS, STREAM_OF_KIND, STREAMS
-from optpipe.ops import OpArray, WaitArray
+from optpipe.ops import Op, OpArray, WaitArray
 from optpipe.schedule import Schedule
 from optpipe.stage import Offload, Stage
 from optpipe.worst_case_memory import (
@@ -118,6 +118,8 @@ class _Verifier:
         self.unit_sort, self.sorts = unit_sorts(self.problem)
         self.slices = self.problem.slices.count if self.problem.slices else 1
         self.duration_us: Floats = self._by_kind(self._unit_duration_us, np.float64)
+        self.partner = self._partners()
+        self.joined = self._joined()
 
     def _modes(self) -> Ints | None:
         """Number of the mode of each unit on each stage, as `mode_names` counts them; None if no F names one."""
@@ -205,11 +207,67 @@ class _Verifier:
         some = None if self.modes is not None else 2  # where no F names a mode there are at most `kept` and `offload`
         return [(stage, mode_names(stage)[:some]) for stage in self.problem.stages]
 
+    def _partners(self) -> Ints:
+        """Index of the other op of each op's block; -1 without one."""
+        partner = np.full(len(self.key), -1, np.int64)
+        for first, stream in zip(self.begins.tolist(), self.streams, strict=False):
+            for index, name in stream.partners.items():
+                if name is None:
+                    continue
+                other = Op.parse(name)
+                inside = other.stage < len(self.problem.stages) and other.microbatch < self.problem.units
+                key = self._keys(*(np.array([n]) for n in (KINDS.index(other.kind), other.stage, other.microbatch)))
+                found = int(self._find(key)[0]) if inside else -1
+                if found < 0:
+                    detail = f"runs as one block with {name}, which is not in the schedule."
+                    self._broken("block", str(self.ops[first + index]), float(self.start_us[first + index]), detail)
+                partner[first + index] = found
+        return partner
+
+    def _joined(self) -> Ints:
+        """Indices of the forwards of all valid blocks; each takes the time of its block, and so does its backward.
+
+        That time is the stages', times the larger of the factors of the two units.
+        """
+        times = {(one.forward_stage, one.backward_stage): one.us for one in self.problem.overlaps or ()}
+        joined: list[int] = []
+        for k in np.flatnonzero(self.partner >= 0).tolist():
+            other = int(self.partner[k])
+            first, last = (k, other) if self.ops[k].kind == "F" else (other, k)
+            forward, backward = self.ops[first], self.ops[last]
+            time_us = times.get((forward.stage, backward.stage))
+            if self.partner[other] != k:
+                detail = f"runs as one block with {self.ops[other]}, which names another op or none."
+            elif (forward.kind, backward.kind) != ("F", "BW"):
+                detail = f"runs as one block with {self.ops[other]}, but a block is of an F and a BW."
+            elif forward.microbatch == backward.microbatch:
+                detail = f"runs as one block with {self.ops[other]}, of the same microbatch."
+            elif time_us is None:
+                detail = f"runs as one block with {self.ops[other]}, of which overlaps has none."
+            elif last != first + 1 or self.list_of[first] != self.list_of[last]:
+                detail = f"runs as one block with {self.ops[other]}, but the F is not right before the BW."
+            else:
+                if k == first:
+                    joined.append(first)
+                    self.duration_us[[first, last]] = time_us * self._block_factor(forward, backward)
+                continue
+            self._broken("block", str(self.ops[k]), float(self.start_us[k]), detail)
+        return np.array(joined, np.int64)
+
+    def _block_factor(self, forward: Op, backward: Op) -> float:
+        factors: list[float] = []
+        for op, names in ((forward, ("forward",)), (backward, ("backward_input", "backward_weight"))):
+            sort = self.sorts[self.unit_sort[op.microbatch]]
+            own = (getattr(sort, name) * slice_factor(self.problem, op.stage, name, sort.slice) for name in names)
+            factors.append(max(own))
+        return max(factors)
+
     def verdict(self) -> Verdict:
         self._check_once()
         self._check_presence()
         self._check_modes()
         self._check_placement_and_duration()
+        self._check_blocks()
         self._check_begins()
         self._check_stated_order()
         self._check_streams()
@@ -351,6 +409,14 @@ class _Verifier:
             lambda k: f"takes {took[k]:g} us instead of {expected[k]:g} us.",
         )
 
+    def _check_blocks(self) -> None:
+        """The two ops of a block start and end together."""
+        for k in self.joined.tolist():
+            starts, ends = self.start_us[k : k + 2], self.end_us[k : k + 2]
+            if max(abs(starts[1] - starts[0]), abs(ends[1] - ends[0])) > self.tolerance:
+                detail = f"runs as one block with {self.ops[k + 1]}, but they do not start and end together."
+                self._broken("block", str(self.ops[k]), float(starts[0]), detail)
+
     def _check_begins(self) -> None:
         early = self.start_us < -self.tolerance
         self._broken_where("begin", early, lambda k: f"starts at {self.start_us[k]:g} us, but times count from 0.")
@@ -361,6 +427,7 @@ class _Verifier:
             return
         early = np.zeros(len(self.key), bool)
         early[1:] = (self.start_us[1:] < self.end_us[:-1] - self.tolerance) & (self.list_of[1:] == self.list_of[:-1])
+        early[self.joined + 1] = False
         self._broken_where(
             "overlap",
             early,
@@ -504,6 +571,15 @@ class _Verifier:
             *self._dependencies,
         ]
         op, before, delay_us = (np.concatenate(column) for column in zip(*edges, strict=True))
+        if len(self.joined):  # what one op of a block waits for, both do, and not for each other
+            whole = np.arange(len(self.key))
+            whole[self.joined + 1] = self.joined
+            apart = whole[op] != whole[before]
+            op, before, delay_us = op[apart], before[apart], delay_us[apart]
+            in_block = np.isin(whole[op], self.joined)
+            other = self.partner[op[in_block]]
+            op = np.concatenate([op, other])
+            before, delay_us = (np.concatenate([column, column[in_block]]) for column in (before, delay_us))
         return op, before, delay_us
 
     def _wait_broken(self, k: int, detail: str) -> None:
@@ -602,7 +678,9 @@ class _Verifier:
         if budget is not None and worst_case is not None and worst_case > budget:
             self._broken("budget-any-timing", f"device {d}", None, f"can reach {worst_case} bytes of {budget}.")
         computes = np.asarray(STREAM_OF_KIND)[self.ops.kind[ops]] == STREAMS.index("compute")
-        busy = float(np.nansum(self.duration_us[ops][computes]))
+        counted = self.duration_us.copy()
+        counted[self.joined + 1] = 0.0
+        busy = float(np.nansum(counted[ops][computes]))
         return DeviceFacts(peak, worst_case, busy, 1 - busy / value_us if value_us else 0.0, span_us)
 
     def _worst_case_peak_bytes(self, d: int) -> int | None:
@@ -610,7 +688,8 @@ class _Verifier:
         waits = WaitArray.joined([ops.waits_of() for ops in streams])
         compute, offload, reload = (ops.ops for ops in streams)
         try:
-            return worst_case_peak_bytes(self.problem, (compute, offload, reload), waits, self.modes)
+            blocks = {self.ops[k]: self.ops[k + 1] for k in self.joined.tolist()}
+            return worst_case_peak_bytes(self.problem, (compute, offload, reload), waits, self.modes, blocks)
         except DeadlockError:  # reported as a violation by _check_cycles
             return None
 

@@ -41,28 +41,41 @@ Streams = tuple[Sequence[Op], Sequence[Op], Sequence[Op]]
 Waits = Mapping[Op, Sequence[Op]]
 
 
-def worst_case_peak_bytes(problem: Problem, streams: Streams, waits: Waits, modes: Ints | None = None) -> int:
+def worst_case_peak_bytes(
+    problem: Problem,
+    streams: Streams,
+    waits: Waits,
+    modes: Ints | None = None,
+    blocks: Mapping[Op, Op] | None = None,
+) -> int:
     """Largest activation memory of a device over every choice of durations.
 
     `modes`: for each stage and unit the number of its mode, counted over `kept`, the `offload` of the stage if it
-    has one, and its `modes`; None where each is kept, or offloaded whole if it has an O. Raises DeadlockError if orders
-    and waits contradict one another on this device.
+    has one, and its `modes`; None where each is kept, or offloaded whole if it has an O. `blocks`: the backward of each
+    F that runs as one block with the op behind it. Raises DeadlockError if orders and waits contradict one another on
+    this device.
     """
     columns = [OpArray.of(ops) for ops in streams]
-    compute, offload, reload = (_levels(problem, ops, modes) for ops in columns)
+    joined = np.array([k for k, op in enumerate(columns[0]) if op in blocks] if blocks else [], np.int64)
+    compute, offload, reload = (
+        _levels(problem, ops, modes, joined[: joined.size * (not n)]) for n, ops in enumerate(columns)
+    )
     if not columns[1] and not columns[2]:
         return int(compute.max())
     ops = OpArray.joined(columns)
     lengths = np.array([len(stream) for stream in columns])
-    clocks, happened = _required_prefixes(lengths, *_direct(problem, ops, lengths, waits))
+    clocks, happened = _required_prefixes(lengths, *_direct(problem, ops, lengths, waits, joined))
     if (happened < 2 * lengths).any():
         raise _deadlock(columns, happened // 2)
     compute_clocks, _, reload_clocks = np.split(clocks, np.cumsum(2 * lengths + 1)[:-1])
     return int(_largest(compute, offload, reload, compute_clocks, reload_clocks))
 
 
-def _levels(problem: Problem, ops: OpArray, modes: Ints | None) -> Ints:
-    """Memory of this stream alone after each prefix of its events (start, end, start, end, ...)."""
+def _levels(problem: Problem, ops: OpArray, modes: Ints | None, joined: Ints) -> Ints:
+    """Memory of this stream alone after each prefix of its events (start, end, start, end, ...).
+
+    The two ops of a block, of which `joined` holds the first, both start before they end.
+    """
     if not len(ops):
         return np.zeros(1, np.int64)
     numbers, stage = np.unique(ops.stage, return_inverse=True)
@@ -76,7 +89,9 @@ def _levels(problem: Problem, ops: OpArray, modes: Ints | None) -> Ints:
             for k, (m, name) in product(kinds, enumerate(of_stage)):
                 changes[k, n, m, u] = memory_changes(problem.stages[s], KINDS[k], name, sizes)
     mode = 0 if modes is None else modes[ops.stage, ops.microbatch]
-    return np.concatenate([[0], np.cumsum(changes[ops.kind, stage, mode, unit_sort[ops.microbatch]])])
+    of_ops = changes[ops.kind, stage, mode, unit_sort[ops.microbatch]]
+    of_ops[joined, 1], of_ops[joined + 1, 0] = of_ops[joined + 1, 0], of_ops[joined, 1]
+    return np.concatenate([[0], np.cumsum(of_ops)])
 
 
 class UnitSort(NamedTuple):
@@ -197,8 +212,10 @@ def memory_changes(stage: Stage, kind: str, mode: str | None = None, unit: UnitS
     return work + unit.taken_bytes, -work - held + (left if kind in ("B", "CB") else 0) - unit.freed_bytes
 
 
-def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tuple[Ints, Ints, Ints]:
+def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits, joined: Ints) -> tuple[Ints, Ints, Ints]:
     """Direct predecessors of each op on its own device, by rules and waits, in compressed sparse row form.
+
+    A block, whose first op `joined` holds, starts with its first op and has ended with its second.
 
     `ops` are those of all three streams, one stream after another. Returns `first`, `stream`, `events`: the entries of
     op k are `first[k]` to `first[k + 1]`; entry e says that `events[e]` events of `stream[e]` must have happened.
@@ -233,6 +250,8 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tupl
         for wait, op in pairs(np.arange(len(op_key)), op_key):
             edges += pairs(op, before_key[wait])
     target, source = (np.concatenate(column) for column in zip(*edges, strict=True))
+    target = np.where(np.isin(target, joined + 1), target - 1, target)
+    source = np.where(np.isin(source, joined), source + 1, source)
     by_target = np.argsort(target, kind="stable")
     first = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=len(key)))])
     stream = np.repeat(np.arange(len(lengths)), lengths)[source[by_target]]

@@ -13,7 +13,7 @@ from optpipe.kinds import KINDS, PASSAGE, ROWS, STREAM_OF_KIND, STREAMS
 from optpipe.memory import Times, derive_waits
 from optpipe.ops import DeviceOrders, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
-from optpipe.schedule import PlannedOps, Schedule, named_modes, relative_gap, shared_channels
+from optpipe.schedule import PlannedOps, Schedule, named_modes, named_partners, relative_gap, shared_channels
 from optpipe.simulate import Simulation, simulate
 from optpipe.task_graph import lower
 from optpipe.verify import verify
@@ -93,23 +93,31 @@ def _device(orders: Orders, simulation: Simulation, waits: NamedWaits, value_us:
     first = simulation.device_slice(d).start
     plan: dict[str, Any] = {}
     for name, stream in zip(STREAMS, device.streams(), strict=True):
-        plan[name] = _planned(waits, simulation, slice(first, first + len(stream)))
+        plan[name] = _planned(waits, simulation, orders, slice(first, first + len(stream)))
         first += len(stream)
     # The problem's own durations, which ends minus starts give only up to rounding.
-    busy = float(sum(graph.duration_us[graph.types(plan["compute"].ops, orders.modes)].tolist()))
+    ops = plan["compute"].ops
+    durations_us = graph.duration_us[graph.types(ops, orders.modes)].tolist()
+    for k, op in enumerate(ops) if orders.blocks else ():
+        if op in orders.blocks:
+            time_us = simulation.problem.block_of_units_us(op, orders.blocks[op])
+            durations_us[k : k + 2] = time_us, 0.0
+    busy = float(sum(durations_us))
     plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
-    peak = worst_case_peak_bytes(simulation.problem, _streams(device), orders.waits, orders.modes)
+    peak = _peak_bytes(simulation.problem, device, orders)
     plan["peak_bytes_any_timing"] = peak
     plan["busy_us"] = busy
     plan["bubble"] = 1 - busy / value_us if value_us else 0.0
     return plan
 
 
-def _streams(device: DeviceOrders) -> tuple[Any, Any, Any]:
-    return device.compute, device.offload, device.reload
+def _peak_bytes(problem: Problem, device: DeviceOrders, orders: Orders) -> int:
+    """Peak of a device under any timing."""
+    streams = device.compute, device.offload, device.reload
+    return worst_case_peak_bytes(problem, streams, orders.waits, orders.modes, orders.blocks)
 
 
-def _planned(waits: NamedWaits, simulation: Simulation, where: slice) -> PlannedOps:
+def _planned(waits: NamedWaits, simulation: Simulation, orders: Orders, where: slice) -> PlannedOps:
     """The ops at these places of a simulation."""
     waiting, names = waits
     first, last = np.searchsorted(waiting, (where.start, where.stop)).tolist()
@@ -118,7 +126,8 @@ def _planned(waits: NamedWaits, simulation: Simulation, where: slice) -> Planned
         named.setdefault(k, []).append(name)
     ops = simulation.ops[where]
     modes = named_modes(simulation.problem, simulation.modes, ops)
-    return PlannedOps(ops, simulation.start_us[where].tolist(), simulation.end_us[where].tolist(), named, modes=modes)
+    starts, ends = (times[where].tolist() for times in (simulation.start_us, simulation.end_us))
+    return PlannedOps(ops, starts, ends, named, modes=modes, partners=named_partners(orders, ops))
 
 
 def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:
@@ -126,7 +135,7 @@ def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:
     over = []
     for d, (device, entry) in enumerate(zip(orders.devices, problem.devices, strict=True)):
         if entry.memory_bytes is not None:
-            peak = worst_case_peak_bytes(problem, _streams(device), orders.waits, orders.modes)
+            peak = _peak_bytes(problem, device, orders)
             if peak > entry.memory_bytes:
                 over.append((d, peak, entry.memory_bytes))
     return over
@@ -145,7 +154,7 @@ def within_budgets(problem: Problem, orders: Orders, simulation: Simulation) -> 
 
 def peak_budgets(problem: Problem, orders: Orders) -> list[int]:
     """The smallest budget of each device with which these orders would be allowed, under any timing."""
-    return [worst_case_peak_bytes(problem, _streams(device), orders.waits, orders.modes) for device in orders.devices]
+    return [_peak_bytes(problem, device, orders) for device in orders.devices]
 
 
 def orders_from_times(

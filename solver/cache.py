@@ -58,7 +58,7 @@ class Canonical:
     @property
     def family_key(self) -> str:
         """Digest that problems share which differ in microbatches, budgets and objective alone."""
-        same = ("stages", "forward_delay", "backward_delay", "channels", "slices", "classes", "free_order")
+        same = ("stages", "forward_delay", "backward_delay", "channels", "slices", "classes", "free_order", "overlaps")
         return _digest({name: self.data[name] for name in same if name in self.data})
 
 
@@ -104,6 +104,8 @@ def canonical_form(problem: Problem) -> Canonical:
         data["slices"] = problem.slice_count
     if problem.has_free_order:
         data["free_order"] = True
+    if problem.overlaps:
+        data["overlaps"] = sorted([*pair, ticks(time)] for pair, time in problem.block_us.items())
     if problem.has_factors:
         data["classes"] = problem.unit_class.tolist()
     return Canonical(data, time_us)

@@ -17,6 +17,7 @@ from solver.build import over_budget
 from solver.microbatch_orders import refuse_without_cycle
 from solver.published import (
     CONTROLLABLE_MEMORY,
+    DUALPIPE,
     GPIPE,
     MARIO,
     MEGATRON,
@@ -31,6 +32,7 @@ from solver.published import (
 )
 from solver.published.ada_offload import ada_offload
 from solver.published.custom import OrderFunction, custom_orders, load_function
+from solver.published.dualpipe_v import dualpipe_v
 from solver.published.interleaved import interleaved_1f1b
 from solver.published.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
 from solver.published.passes import general_methods
@@ -149,6 +151,9 @@ _METHODS = (
     _published("gis-h", gis_h, PIPE_OFFLOAD, "GIS in smaller groups, best within each budget", _CHUNKS, UNEQUAL),
     _published("po-h", po_h, PIPE_OFFLOAD, "PipeOffload, the longer-lived half leaves", _CHUNKS_OFFLOAD),
     _published("po-f", po_f, PIPE_OFFLOAD, "PipeOffload, all that can leave does", _CHUNKS_OFFLOAD),
+    _published(
+        "dualpipe-v", dualpipe_v, DUALPIPE, "blocks of a forward and a backward, 2p + 1 chunks", _V, WHOLE_BACKWARDS
+    ),
     _published("ada-offload", ada_offload, OPTPIPE, _ADA_OFFLOAD, f"{_ANY}, modes by stage", UNEQUAL),
 )
 METHODS: dict[str, Method] = {method.name: method for method in _METHODS}

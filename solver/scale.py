@@ -9,7 +9,7 @@ import numpy as np
 
 from optpipe.errors import MethodError, ModelTooLargeError
 from optpipe.problem import Problem
-from optpipe.stage import Mode, Offload, Stage
+from optpipe.stage import Mode, Offload, Stage, scaled_us
 from optpipe.task_graph import lower
 from solver.variants import variants
 
@@ -106,7 +106,11 @@ def value_step_us(problem: Problem) -> float:
 def time_unit_us(problem: Problem) -> Fraction:
     """The largest time of which all durations and delays of a problem are multiples (1 where none has a length)."""
     times = {time for of_classes in problem.unit_stages for stage in of_classes for time in stage_times_us(stage)}
+    times |= {*problem.block_us.values()}
     if problem.has_factors:
+        stages = range(len(problem.stages)) if problem.overlaps else ()
+        factors = {one for s in stages for unit in problem.class_units for one in problem.unit_factors(s, unit)[:3]}
+        times |= {scaled_us(time, factor) for time in problem.block_us.values() for factor in factors}
         times |= {time for delays_us in problem.unit_delays_us.values() for time in delays_us.ravel().tolist()}
     else:
         times |= {*problem.forward_delay_us, *problem.backward_delay_us}

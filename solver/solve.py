@@ -11,6 +11,7 @@ from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
+from solver.blocks import search_with_blocks
 from solver.bounds import lower_bound_us
 from solver.build import snapped_bound
 from solver.by_stage import drop_needless
@@ -78,6 +79,12 @@ def search(
     if with_backwards(problem) is not problem:
         return _search_frozen(problem, method, limits, on_progress, starts, on_searching, feed)
     problem = with_statable_peaks(problem)
+    if problem.overlaps and chosen.orders is None:
+
+        def apart(whole: Problem, part: Limits, on_progress: OnProgress | None, begun: Sequence[Orders]) -> Solution:
+            return search(whole, method, part, on_progress, begun, on_searching)
+
+        return search_with_blocks(problem, limits, on_progress, starts, apart)
     if chosen.orders is not None:
         orders = published_orders(chosen, problem)
         value_us = simulate(problem, orders).value_us

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,9 +60,22 @@ def torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> str:
     if _recomputing_stages(schedule):
         simulate(schedule.problem, schedule.orders)  # raises if some backward recomputes what its mode keeps
     compute = [_as_torch_runs(device.compute.ops) for device in schedule.devices]
-    orders = replace(Orders.of_compute(compute), microbatch_order=schedule.orders.microbatch_order)
+    own = schedule.orders
+    orders = replace(Orders.of_compute(compute), microbatch_order=own.microbatch_order, blocks=own.blocks)
     simulate(schedule.problem, orders)  # raises if the orders cannot run
-    return "".join(",".join(f"{op.stage}{KIND[op.kind].torch}{op.microbatch}" for op in ops) + "\n" for ops in compute)
+    return "".join(",".join(_cells(ops, own.blocks)) + "\n" for ops in compute)
+
+
+def _cells(ops: Sequence[Op], blocks: Mapping[Op, Op]) -> Iterator[str]:
+    """A cell for each op, and one for each block, such as ``(0F4;7B0)OVERLAP_F_B``."""
+    joined = {*blocks.values()}
+    for op in ops:
+        cell = f"{op.stage}{KIND[op.kind].torch}{op.microbatch}"
+        if op in blocks:
+            behind = blocks[op]
+            yield f"({cell};{behind.stage}{KIND[behind.kind].torch}{behind.microbatch})OVERLAP_F_B"
+        elif op not in joined:
+            yield cell
 
 
 def _without_backward(schedule: Schedule) -> Iterator[Issue]:

@@ -9,6 +9,7 @@ import numpy as np
 from optpipe.kinds import CODE, COPIES
 from optpipe.problem import Floats, Problem
 from optpipe.task_graph import lower
+from solver.bounds.blocks import block_relaxation, without_blocks
 from solver.bounds.device import longest_chain_us
 from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
 from solver.bounds.modes import mode_bounds_us
@@ -48,6 +49,11 @@ def lower_bounds_us(problem: Problem, without: Set[str] = frozenset()) -> dict[s
     it says of the order of units counts for equal microbatches as well, up to `MOST_RELEASE_NODES`.
     All of these are of F, B and W: where the first stages have F alone, of the stages behind them.
     """
+    if problem.overlaps:
+        apart, bounds = without_blocks(problem), lower_bounds_us(block_relaxation(problem), without)
+        if not problem.has_factors and problem.slice_count == 1:  # a block makes no op shorter
+            bounds |= _kept({"chain": max(bounds.get("chain", 0.0), longest_chain_us(apart))}, without)
+        return bounds
     if not lower(problem).is_trained:
         return _kept(_partly_trained_bounds_us(problem, without), without)
     if problem.has_factors or problem.slice_count > 1:

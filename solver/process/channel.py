@@ -115,7 +115,8 @@ def _pack(orders: Orders) -> Message:
     """
     waits = WaitArray.of(orders.waits)
     lists = [OpArray.of(stream) for device in orders.devices for stream in device.streams()]
-    lists += [waits.op, waits.before, *map(OpArray.of, orders.channels)]
+    lists += [waits.op, waits.before, OpArray.of([*orders.blocks]), OpArray.of([*orders.blocks.values()])]
+    lists += map(OpArray.of, orders.channels)
     ops = OpArray.joined(lists)
     numbers = (ops.kind << 2 * _BITS) + (ops.stage << _BITS) + ops.microbatch
     return {
@@ -138,9 +139,10 @@ def _unpack(packed: Message) -> Orders:
     return Orders(
         [DeviceOrders(*lists[first : first + len(STREAMS)]) for first in range(0, streams, len(STREAMS))],
         WaitArray(*lists[streams : streams + 2]),
-        lists[streams + 2 :],
+        lists[streams + 4 :],
         None if packed["modes"] is None else np.array(packed["modes"], np.int64),
         packed["microbatch_order"],
+        dict(zip(*lists[streams + 2 : streams + 4], strict=True)),
     )
 
 

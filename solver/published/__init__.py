@@ -61,3 +61,4 @@ OPTPIPE = Paper(
     "OptPipe: Memory- and Scheduling-Optimized Pipeline Parallelism for LLM Training",
     "arXiv 2510.05186",
 )
+DUALPIPE = Paper("DeepSeek-AI", 2024, "DeepSeek-V3 Technical Report", "arXiv 2412.19437")
