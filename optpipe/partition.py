@@ -66,6 +66,7 @@ def parameter_bytes(profile: LayerProfile, layout: Partition) -> list[int]:
 
 
 _CUT = re.compile(r", cut (\d+(?:,\d+)*)$")
+_PREDICTED = re.compile(r", mtp(\d{1,3})(?=,|$)", re.ASCII)
 
 
 def name_with_cut(name: str, layout: Partition) -> str:
@@ -78,6 +79,17 @@ def cut_in_name(name: str) -> str | None:
     """The cut in the name of a planned problem, such as "2,3"; None where it has none."""
     found = _CUT.search(name)
     return found[1] if found else None
+
+
+def name_with_predicted(name: str, predicted: int) -> str:
+    """Name of the layers of a model with so many layers of multi-token prediction in its head."""
+    return f"{name}, mtp{predicted}" if predicted else name
+
+
+def predicted_in_name(name: str) -> int:
+    """Layers of multi-token prediction in the name of layers, or of a problem made of them; 0 where it has none."""
+    found = _PREDICTED.search(name)
+    return int(found[1]) if found else 0
 
 
 def build_problem(

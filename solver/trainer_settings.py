@@ -19,7 +19,7 @@ from optpipe.export.launch.megatron import OFFLOAD_MODULES
 from optpipe.export.megatron_layout import layout_text, parse_layout
 from optpipe.mode_names import KEPT, OFFLOAD, SELECTIVE, parse_recomputed
 from optpipe.ops import DeviceOrders, Op, Orders
-from optpipe.partition import cut_in_name
+from optpipe.partition import cut_in_name, predicted_in_name
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
@@ -53,7 +53,8 @@ def pipeline_settings(problem: Problem, trainer: Trainer) -> list[str]:
         return [f"--parallelism.pipeline_parallel_degree {devices}"]
     flags = [f"--pipeline-model-parallel-size {devices}"]
     if (cut := cut_in_name(problem.name)) is not None:
-        flags.append(f"--pipeline-model-parallel-layout {layout_text([*map(int, cut.split(','))])}")
+        layout = layout_text([*map(int, cut.split(","))], predicted=predicted_in_name(problem.name))
+        flags.append(f"--pipeline-model-parallel-layout {layout}")
     elif stages > devices:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {stages // devices}")
     return flags

@@ -17,7 +17,7 @@ from optpipe.cluster.model import Model
 from optpipe.cluster.software import MEGATRON, Software
 from optpipe.cluster.strategy import Strategy
 from optpipe.layers import Layer, LayerProfile, ParallelSizes
-from optpipe.partition import Partition
+from optpipe.partition import Partition, name_with_predicted
 from optpipe.placement import placement
 
 
@@ -91,7 +91,7 @@ class _Builder:
         return LayerProfile.from_data(
             {
                 "format": "optpipe.layers/1",
-                "name": f"{model.name}, {_name(one)}",
+                "name": name_with_predicted(f"{model.name}, {_name(one)}", model.predicted_tokens),
                 "microbatch_size": one.microbatch_size,
                 "layers": layers,
                 "memory_bytes": self.software.usable_bytes(facts.memory_bytes),

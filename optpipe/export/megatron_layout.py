@@ -12,7 +12,7 @@ from itertools import groupby
 
 from optpipe.errors import InputError, Issue, shown
 from optpipe.layers import MAX_LAYERS, LayerProfile
-from optpipe.partition import Partition
+from optpipe.partition import Partition, predicted_in_name
 
 LETTERS = "EtmL"
 
@@ -105,7 +105,7 @@ def layout_of_partition(partition: Partition, profile: LayerProfile) -> str | No
     )
     if len(profile.each_layer) < 3 or not all(_has_embedding_and_head(profile)) or not in_a_loop:
         return None
-    return layout_text(partition.sizes)
+    return layout_text(partition.sizes, predicted=predicted_in_name(profile.name))
 
 
 def _shortened(stages: Sequence[str]) -> str:

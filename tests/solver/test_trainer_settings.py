@@ -130,6 +130,7 @@ def test_flags_of_the_pipeline_itself() -> None:
     assert pipeline_settings(named(4, "x"), "megatron") == [size, "--num-virtual-stages-per-pipeline-rank 2"]
     layout = "--pipeline-model-parallel-layout Et|(tt|)*2tL"
     assert pipeline_settings(named(4, "x, cut 2,2,2,2"), "megatron") == [size, layout]
+    assert pipeline_settings(named(4, "x, mtp1, cut 2,2,2,2"), "megatron") == [size, layout[:-1] + "mL"]
     assert pipeline_settings(named(2, "x"), "torchtitan") == ["--parallelism.pipeline_parallel_degree 2"]
 
 

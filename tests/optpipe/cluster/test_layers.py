@@ -9,7 +9,8 @@ from optpipe.cluster.layers import strategy_layers, strategy_partition
 from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import load_model
 from optpipe.cluster.strategy import Strategy
-from optpipe.partition import Batching, build_problem
+from optpipe.export.megatron_layout import layout_of_partition
+from optpipe.partition import Batching, Partition, build_problem
 from solver.solve import solve
 
 STRATEGY = Strategy(tensor=4, context=2, pipeline=4, virtual=5, data=2, schedule="interleaved-1f1b")
@@ -25,6 +26,8 @@ def test_layers_add_up_to_the_work_of_the_devices(name: str) -> None:
     whole_us = sum(one.forward_us + one.backward_input_us + one.backward_weight_us for one in layers.each_layer)
     assert whole_us == pytest.approx(float(devices.sum((0, 1)) @ slowdowns) * 1e6)
     assert len(layers.each_layer) == len(model.layers) + 2
+    halves = Partition((len(model.layers), 2), (0, 1))
+    assert layout_of_partition(halves, layers) == f"Et*{len(model.layers) - 1}|t{'m' * model.predicted_tokens}L"
 
 
 def test_a_published_schedule_of_them_takes_what_the_closed_form_says() -> None:
