@@ -160,9 +160,10 @@ def _draw(document: Mapping[str, Any], path: Path) -> None:
 def _print(plan: Plan, output: Path | None) -> None:
     console = stdout()
     console.print(plan_table(plan, SHOWN))
+    which = "legal strategies" if plan.complete else "strategies, before it was cancelled"
     ends = {end: sum(one.end == end for one in plan.ratings) for end in ("solved", "beaten", "does_not_fit")}
     console.print(
-        f"{len(plan.ratings):,} legal strategies: {ends['solved']:,} have a schedule, {ends['beaten']:,} are beaten by "
+        f"{len(plan.ratings):,} {which}: {ends['solved']:,} have a schedule, {ends['beaten']:,} are beaten by "
         f"their bounds, {ends['does_not_fit']:,} do not fit"
     )
     best = plan.best

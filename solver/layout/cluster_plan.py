@@ -288,7 +288,7 @@ def plan_cluster(
     ratings: list[Rated] = []
     complete, said = True, time.perf_counter()
     for group in rate_all(job, gpus, fixed):
-        if limits.cancel.requested:
+        if ratings and limits.cancel.requested:
             complete = False
             break
         ratings += group

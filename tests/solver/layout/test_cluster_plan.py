@@ -73,6 +73,10 @@ def test_a_plan_ends_in_time() -> None:
     began = time.perf_counter()
     plan_cluster(job(), 64, {"pp": [8]}, Limits(3.0))
     assert time.perf_counter() - began < 30
+    cancelled = Limits(3.0)
+    cancelled.cancel.request()
+    plan = plan_cluster(job(), 64, {}, cancelled)
+    assert (len(plan.ratings) > 0, plan.complete, plan.solved) == (True, False, ())
 
 
 @pytest.mark.parametrize(
