@@ -17,25 +17,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from benchmarks.markdown import Row, machine, seconds_text, table, time_text
+from benchmarks.markdown import Row, machine, seconds_text, table
 from benchmarks.section import Section, Size, main, say
 from instances import uniform
 from optpipe.problem import Problem
+from optpipe.units import time_text
 from solver.kernels import compiler_lock
 
 COMMAND = "python -m benchmarks.first_solve first-solve"
 EXAMPLE = Path("examples/problems/offload-p4-m8.json")
 HEAD = ("problem", "ops", "kernels", "limit s", "first schedule s", "its value", "answer s", "its value", "processor s")
 
-_PROGRESS = re.compile(r" s +([\d,.]+) us  bound ")
+_PROGRESS = re.compile(r" s +([\d,.]+ (?:µs|ms|s))  bound ")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run of `optpipe solve`: elapsed seconds to its first schedule and to its end, values in us."""
+    """Run of `optpipe solve`: elapsed seconds to its first schedule and to its end; `first_value` as it was printed."""
 
     first_s: float
-    first_us: str
+    first_value: str
     end_s: float
     value_us: float
     processor_s: float
@@ -80,18 +81,18 @@ def _run(path: Path, limit_s: float) -> Run:
     ]
     before = os.times()
     began = time.perf_counter()
-    first_s, first_us = float("inf"), ""
+    first_s, first_value = float("inf"), ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         for line in process.stderr:
             found = _PROGRESS.search(line)
-            if found and not first_us:
-                first_s, first_us = time.perf_counter() - began, found[1]
+            if found and not first_value:
+                first_s, first_value = time.perf_counter() - began, found[1]
         summary = json.load(process.stdout)
     after = os.times()
     used_s = after.children_user + after.children_system - before.children_user - before.children_system
-    run = Run(first_s, first_us, time.perf_counter() - began, summary["value_us"], used_s)
+    run = Run(first_s, first_value, time.perf_counter() - began, summary["value_us"], used_s)
     say(f"{path.name}  {run}")
     return run
 
@@ -105,7 +106,7 @@ def _wait_for_compiler() -> None:
 def _row(problem: Problem, kernels: str, limit_s: float, run: Run) -> Row:
     ops = f"{3 * len(problem.stages) * problem.microbatches:,}"
     name = problem.name or f"V of {len(problem.devices)} devices, {problem.microbatches:,} microbatches"
-    first = (seconds_text(run.first_s), run.first_us or "-")
+    first = (seconds_text(run.first_s), run.first_value or "-")
     return (
         name,
         ops,
