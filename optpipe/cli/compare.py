@@ -24,7 +24,7 @@ from optpipe.cli.console import (
     table,
 )
 from optpipe.cli.documents import ProblemOfCsv, is_torch_csv, load_schedule_or
-from optpipe.cli.solve import TimeLimit, free_memory_bytes
+from optpipe.cli.solve import SAME, TimeLimit, free_memory_bytes
 from optpipe.errors import InfeasibleError, InputError, Issue, MethodError, NoSolutionError
 from optpipe.units import bytes_text, percent_text, share_text, time_text, time_unit
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
     from solver.limits import Cancel, Limits
-
-SAME = 1e-3
-"""Steps that differ by less than this share of the longer one are equal: measured costs are no more exact."""
 
 
 @dataclass(frozen=True)

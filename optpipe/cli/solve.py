@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,9 +21,9 @@ from optpipe.cli.console import (
     stdout,
     table,
 )
-from optpipe.errors import InputError, Issue, NoSolutionError
+from optpipe.errors import InputError, Issue, MethodError, NoSolutionError
 from optpipe.files import check_writable, write_atomically
-from optpipe.units import budget_text, bytes_text, share_text, time_text
+from optpipe.units import budget_text, bytes_text, change_text, percent_text, share_text, time_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +45,15 @@ SEARCH = "Search"
 
 TIME_LIMIT_S = 30.0
 """Default time limit."""
+
+SAME = 1e-3
+"""Steps that differ by less than this share are equal: measured costs are no more exact."""
+
+BUILT_IN = ("gpipe", "1f1b", "interleaved-1f1b", "1f1b-recompute")
+"""Schedules that torch or Megatron-LM make by themselves."""
+
+MOST_OPS = 20_000
+"""Ops up to which a summary compares with them: that takes a fraction of a second."""
 
 MEMORY_SHARE = 0.8
 """Default memory limit, as a share of the free memory."""
@@ -309,10 +319,32 @@ def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
         lines.append(f"fullest device {d}: at most {budget_text(peak, budget)}, under any timing")
     else:
         lines.append(f"peak {bytes_text(max(device.peak_bytes for device in schedule.devices))}; no budgets")
+    lines += _worth(schedule)
     if output:
         lines.append(f"wrote {output}")
     for line in lines:
         stdout().print(line)
+
+
+def _worth(schedule: Schedule) -> list[str]:
+    """A sentence on whether this order pays, against those that every trainer has built in."""
+    from optpipe.simulate import simulate
+    from solver.methods import METHODS, published_orders
+    from solver.scale import count_ops
+
+    problem = schedule.problem
+    if schedule.method in BUILT_IN or count_ops(problem) > MOST_OPS:
+        return []
+    rivals = []
+    for name in BUILT_IN:
+        with suppress(MethodError):
+            rivals.append((simulate(problem, published_orders(METHODS[name], problem)).value_us, name))
+    if not rivals:
+        return ["no schedule that trainers have built in fits this problem"]
+    value_us, name = min(rivals)
+    if abs(value_us - schedule.value_us) < SAME * schedule.value_us:
+        return [f"{name} is within {percent_text(SAME)} of this schedule: change nothing"]
+    return [f"{name}, built into trainers, takes {time_text(value_us)}: {change_text(value_us, schedule.value_us)}"]
 
 
 def methods(as_json: AsJson = False) -> int:

@@ -82,6 +82,25 @@ def test_solve_says_by_how_much_a_schedule_could_be_shorter(cli: Cli, tmp_path: 
     assert f"no schedule is shorter by more than {share:.2f} %" in told
 
 
+@pytest.mark.parametrize(
+    ("method", "devices", "budget", "sentence"),
+    [
+        ("zb-h1", 3, None, "1f1b, built into trainers, takes 150.0 µs: +36.4 %"),
+        ("zb-h1", 1, None, "1f1b is within 0.10 % of this schedule: change nothing"),
+        ("search", 3, 2, "no schedule that trainers have built in fits this problem"),
+        ("1f1b", 3, None, ""),
+    ],
+)
+def test_solve_says_if_the_order_pays(
+    cli: Cli, tmp_path: Path, method: str, devices: int, budget: int | None, sentence: str
+) -> None:
+    path = tmp_path / "problem.json"
+    path.write_text(uniform(devices, 3, budget=budget, transfer_us=0).to_json())
+    out = cli("solve", path, "--method", method, "--time-limit", "1").out
+    assert sentence in out
+    assert ("built in" in out or "change nothing" in out) == bool(sentence), out
+
+
 def test_solve_stops_at_the_memory_it_may_take(cli: Cli, tmp_path: Path) -> None:
     """40 MB are less than the solvers' own libraries: nothing is searched, but one microbatch after another fits."""
     path, out = tmp_path / "problem.json", tmp_path / "s.json"
