@@ -123,19 +123,19 @@ TERMS: Mapping[str, Term] = {
         "Strategy",
         "How the model is spread over the GPUs. Tensor parallelism divides matrices, context the sequence, pipeline "
         "the layers, data the batch, expert the experts of each layer.",
-        "cluster.html",
+        "concepts/index.html#models-and-machines",
     ),
     "utilization": Term(
         "Model FLOP/s utilization (MFU)",
         "FLOPs that the model needs for a step, over what the GPUs could do at their peak in its time. Recomputation "
         "does not count.",
-        "cluster.html",
+        "concepts/index.html#models-and-machines",
     ),
     "fullest": Term(
         "Fullest rank",
         "Memory of the GPU that has the least left: weights, gradients, optimizer, activations, and what the allocator "
         "loses.",
-        "cluster.html",
+        "fits.html",
     ),
     "plan-bound": Term(
         "No strategy below",

@@ -143,6 +143,8 @@ def test_a_value_that_is_none_says_so(form: Page) -> None:
     form.fill("#problem", json.dumps(PROBLEM.to_data()))
     form.fill("#transfer", "twice")
     expect(form.locator("#transfer-fault")).to_have_text('"twice" is no time. Maybe 1.2 ms.')
+    form.click("[data-part=submit]")
+    expect(form.locator("#transfer")).to_be_focused()
     form.fill("#forward", "1, 2, 3")
     expect(form.locator("#forward-fault")).to_contain_text("3 values for 2 places")
 

@@ -36,7 +36,19 @@ export class ValueField {
     this.slider = root.querySelector(`[data-part="${name}-slider"]`);
     this.unit = part(root, `${name}-unit`, HTMLElement);
     this.fault = part(root, `${name}-fault`, HTMLElement);
-    this.text.addEventListener("change", () => this.fault.textContent || this.show());
+    this.text.addEventListener("change", () => this.isWrong || this.show());
+  }
+
+  /** True while the problem lacks what was typed, because it is no value. */
+  get isWrong() {
+    return this.text.hasAttribute("aria-invalid");
+  }
+
+  /** @param {string} fault empty: there is none */
+  #tell(fault) {
+    this.fault.textContent = fault;
+    if (fault) this.text.setAttribute("aria-invalid", "true");
+    else this.text.removeAttribute("aria-invalid");
   }
 
   /** Bring the field up to date with the problem. */
@@ -52,13 +64,13 @@ export class ValueField {
    */
   read(target) {
     if (target !== this.slider && target !== this.text) {
-      if (!this.fault.textContent) this.#fill();
+      if (!this.isWrong) this.#fill();
     } else if (target === this.slider && this.slider) {
       this.document.scale(this.name, 2 ** Number(this.slider.value));
       this.#fill();
     } else {
       const { values, fault } = this.#parsed();
-      this.fault.textContent = fault;
+      this.#tell(fault);
       if (!fault) this.document.setValues(this.name, values);
       if (this.slider) this.slider.value = "0";
     }
@@ -73,7 +85,7 @@ export class ValueField {
     const unit = kind === "time" ? timeUnit(most) : memoryUnit(most);
     this.text.disabled = !isEditable;
     if (this.slider) this.slider.disabled = !most;
-    this.fault.textContent = "";
+    this.#tell("");
     const digits = new Set(values).size > 1 ? LIST_DIGITS : SHOWN_DIGITS;
     if (numbers.length) this.#size = unit.size;
     this.unit.textContent = numbers.length ? unit.name : "";

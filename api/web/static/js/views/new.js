@@ -265,6 +265,11 @@ class NewProblem {
 
   async #submit() {
     if (!this.document.problem) return;
+    const wrong = this.values.find((field) => field.isWrong);
+    if (wrong) {
+      wrong.text.focus();
+      return;
+    }
     this.checking.stop();
     this.submit.disabled = true;
     const body = this.#body();
