@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -41,6 +42,12 @@ def test_the_command_line_reference_has_every_command(site: Path) -> None:
     assert len(COMMANDS) > 10
     for name in COMMANDS:
         assert f'id="optpipe-{name}"' in page
+
+
+def test_the_search_finds_what_people_look_for(site: Path) -> None:
+    index = (site / "searchindex.js").read_text()
+    terms = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))["terms"]
+    assert {"70b", "gqa", "mfu", "bubbl", "oom"} <= terms.keys()  # as Sphinx stems them
 
 
 def test_the_reference_has_the_names_that_callers_use(site: Path) -> None:
