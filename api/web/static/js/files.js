@@ -61,28 +61,43 @@ export function fileButton(root) {
   const input = part(root, "file", HTMLInputElement);
   part(root, "open-file", HTMLButtonElement).addEventListener("click", () => input.click());
   input.addEventListener("change", () => {
-    const chosen = input.files?.[0];
+    const chosen = [...(input.files ?? [])];
     input.value = ""; // the same file may be opened again, once it was changed
-    openFile(chosen);
+    openFiles(chosen);
   });
 }
 
-/** @param {File | undefined} file */
-async function openFile(file) {
-  if (!file) return;
+/**
+ * Open one file, or the schedules of several together.
+ *
+ * @param {File[]} files
+ */
+async function openFiles(files) {
+  if (!files.length) return;
   const message = part(document, "file-message", HTMLElement);
   message.textContent = "";
   try {
-    if (file.size > MOST_FILE_BYTES) throw new Error(`${file.name} is too large. Maybe give it to the command line.`);
-    const text = await file.text();
-    const found = await recognized(file.name, text);
-    announce(`${file.name} is ${NAMES[found.kind]}`);
-    (current.takers[found.kind] ?? OPENERS[found.kind])(text, file.name, found);
+    const opened = await Promise.all(files.map(read));
+    const [{ text, file, found }] = opened;
+    if (opened.length === 1) (current.takers[found.kind] ?? OPENERS[found.kind])(text, file.name, found);
+    else {
+      const other = opened.find((one) => !one.found.schedules.length);
+      if (other) throw new Error(`${other.file.name} is ${NAMES[other.found.kind]}; several files open where all are schedules. Maybe open it alone.`);
+      compare(opened.flatMap((one) => one.found.schedules), opened.flatMap((one) => one.found.notes.map((note) => `${one.file.name}: ${note}`)));
+    }
+    announce(opened.map((one) => `${one.file.name} is ${NAMES[one.found.kind]}`).join(", "));
   } catch (error) {
     // The file stands in the request as text, which no reader has to know.
     const faults = error instanceof ApiError ? error.faults.map(({ detail }) => detail) : [];
     message.textContent = faults.join(" ") || (error instanceof Error ? error.message : String(error));
   }
+}
+
+/** @param {File} file */
+async function read(file) {
+  if (file.size > MOST_FILE_BYTES) throw new Error(`${file.name} is too large. Maybe give it to the command line.`);
+  const text = await file.text();
+  return { file, text, found: await recognized(file.name, text) };
 }
 
 /** Open what is dropped, wherever that is. */
@@ -100,7 +115,7 @@ export function startDrops() {
     document.body.removeAttribute("data-dropping");
     if (!isFile(event)) return;
     event.preventDefault();
-    openFile(event.dataTransfer?.files[0]);
+    openFiles([...(event.dataTransfer?.files ?? [])]);
   });
   window.addEventListener("hashchange", () => part(document, "file-message", HTMLElement).replaceChildren());
 }
@@ -127,6 +142,14 @@ async function recognized(name, text) {
 
 /** @type {Taker} */
 function openSchedules(_text, _name, { schedules, notes }) {
+  compare(schedules, notes);
+}
+
+/**
+ * @param {Recognized["schedules"]} schedules
+ * @param {string[]} notes
+ */
+function compare(schedules, notes) {
   keep({ schedules, notes });
   const [path, query] = location.hash.split("?");
   const ids = path === "#/compare" ? new URLSearchParams(query).get("ids") : null;
