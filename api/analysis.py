@@ -15,12 +15,13 @@ from optpipe.export.torch_csv import ACTIVATION_BYTES, OP_US, read_torch_csv
 from optpipe.fields import MAX_NAME
 from optpipe.memory import planned_memory
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, relative_gap
 from optpipe.trace import Trace
 from optpipe.trace.compare import Comparison as TraceComparison
 from optpipe.trace.compare import compare as compare_trace
 from optpipe.units import bytes_text, percent_text, time_text
 from optpipe.verify import verify
+from solver.bounds import lower_bound_us
 from solver.methods import METHODS
 from solver.scale import count_entries, count_ops
 from solver.solve import solve
@@ -240,13 +241,15 @@ def _contents(kind: str, data: Any, file: FileBody, max_ops: int) -> tuple[list[
             notes.append(f"{read.overlapped:,} pairs (OVERLAP_F_B) are read one half after the other.")
         if read.dropped:
             notes.append(f"{read.dropped:,} actions that are no compute (sends, receives, gathers) are left out.")
-        return notes, [_found(file.name, "orders of the file", read.schedule.to_data())]
+        bound_us = min(read.schedule.value_us, lower_bound_us(read.schedule.problem))  # broken budgets may beat it
+        bounded = {"bound_us": bound_us, "gap": relative_gap(read.schedule.value_us, bound_us)}
+        return notes, [_found(file.name, "orders of the file", read.schedule.to_data() | bounded)]
     if kind == "trace":
         trace = Trace.from_data(data)
         _check_size(trace.schedule, max_ops)
         compared = compare_trace(trace)
-        planned = _found("planned", trace.schedule.method, trace.schedule.to_data())
-        return _step_notes(compared), [planned, _found("measured", compared.basis, _measured(trace, compared))]
+        planned = _found("plan", trace.schedule.method, trace.schedule.to_data())
+        return _step_notes(compared), [planned, _found("step", compared.basis, _measured(trace, compared))]
     return [], []
 
 
@@ -283,4 +286,5 @@ def _measured(trace: Trace, compared: TraceComparison) -> dict[str, Any]:
             for entry, op in zip(device.get(name, []), ops.ops, strict=True):
                 entry["start_us"], entry["end_us"] = compared.spans[op].start_us, compared.spans[op].end_us
         device |= {"busy_us": figures.busy_us, "bubble": figures.bubble, "peak_bytes": figures.peak_bytes}
-    return data | {"value_us": compared.step_us, "gap": 1 - schedule.bound_us / compared.step_us, "method": "trace"}
+    # The bound is one of planned costs, and says nothing about measured ones.
+    return data | {"value_us": compared.step_us, "bound_us": None, "gap": None, "method": "trace"}

@@ -67,7 +67,10 @@ def observed_schedule(problem: Problem, orders: Orders, method: str) -> Schedule
         plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
         streams = device.compute, device.offload, device.reload
         plan["peak_bytes_any_timing"] = worst_case_peak_bytes(problem, streams, orders.waits, orders.modes)
-        plan |= {"busy_us": busy_us, "bubble": max(0.0, 1 - busy_us / simulation.value_us)}
+        plan |= {
+            "busy_us": busy_us,
+            "bubble": max(0.0, 1 - busy_us / simulation.value_us) if simulation.value_us else 0.0,
+        }
         devices.append(plan)
     return Schedule.from_data(
         {

@@ -155,6 +155,7 @@ def test_optima_are_below_what_is_published(client: Client, name: str) -> None:
     assert min(values) >= optimum
 
 
+TIMES = ("forward_us", "backward_input_us", "backward_weight_us")
 TORCH_ROWS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 TOO_FEW = "0F0,0B0\n1F0\n"
 
@@ -186,7 +187,13 @@ def test_a_torch_csv_takes_the_costs_of_a_problem(client: Client) -> None:
     costs = uniform(2, 2, budget=8)
     found = recognized(client, "ranks.csv", TORCH_ROWS, problem=costs.to_data())
     assert found["notes"] == ["The verifier finds nothing wrong."]
-    assert found["schedules"][0]["schedule"]["problem"]["stages"] == costs.to_data()["stages"]
+    schedule = found["schedules"][0]["schedule"]
+    assert schedule["problem"]["stages"] == costs.to_data()["stages"]
+    assert schedule["bound_us"] == solve(costs, "1f1b").bound_us
+    assert schedule["gap"] == pytest.approx(1 - schedule["bound_us"] / schedule["value_us"])
+    free = [{**stage, **dict.fromkeys(TIMES, 0)} for stage in costs.to_data()["stages"]]
+    found = recognized(client, "ranks.csv", TORCH_ROWS, problem={**costs.to_data(), "transfer_us": 0, "stages": free})
+    assert found["schedules"][0]["schedule"]["value_us"] == 0
 
 
 def test_a_trace_holds_the_plan_and_the_step(client: Client) -> None:
@@ -198,7 +205,7 @@ def test_a_trace_holds_the_plan_and_the_step(client: Client) -> None:
     compared = compare_trace(trace)
     planned, measured = (entry["schedule"] for entry in found["schedules"])
     assert planned == trace.schedule.to_data()
-    assert measured["value_us"] == compared.step_us
+    assert (measured["value_us"], measured["gap"]) == (compared.step_us, None)
     for device in measured["devices"]:
         for op in device["compute"]:
             span = compared.spans[Op(op["op"], op["stage"], op["microbatch"])]
