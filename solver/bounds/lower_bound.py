@@ -11,12 +11,12 @@ from optpipe.problem import Floats, Problem
 from optpipe.task_graph import lower
 from solver.bounds.blocks import block_relaxation, without_blocks
 from solver.bounds.device import longest_chain_us
-from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
 from solver.bounds.modes import mode_bounds_us
+from solver.bounds.rounds import round_bounds_us
 from solver.bounds.shared_channel import shared_channel_bounds_us
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import MOST_RELEASE_NODES, from_stage, ordered_bounds_us
-from solver.bounds.units import unit_bounds_us, unit_device_bounds_us
+from solver.bounds.units import memory_time_bounds_us, unit_bounds_us, unit_device_bounds_us
 from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 from solver.bounds.whole_forwards import whole_forwards_bound_us
 from solver.variants import fitting_variants

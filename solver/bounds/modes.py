@@ -15,7 +15,6 @@ import numpy as np
 from optpipe.ops import Floats
 from optpipe.problem import Problem
 from solver.bounds.device import Held, OnDevice, Piece, most_held_us
-from solver.bounds.memory_time import unused_byte_us
 from solver.variants import Variant, fitting_variants
 
 ROUNDING = 1e-9
@@ -36,7 +35,7 @@ def mode_bounds_us(problem: Problem) -> Sequence[float]:
     Proof. Let x say how many microbatches of each stage are in each variant. The device runs F, B, W and all
     recomputations, so its span is at least all of these and the idle time near both ends. Three things limit x.
 
-    Byte-time, as for kept activations (`solver.bounds.memory_time`): the budget times the span is at least what each
+    Byte-time, as for kept activations (`solver.bounds.units`): the budget times the span is at least what each
     variant needs at the least, and what cannot be used near both ends. A channel runs all copies one after another.
 
     Warm-up. No backward begins in the time `_warm_up_us` from the first op on, the turnaround. What has begun then is F
@@ -192,7 +191,7 @@ class ModesOnDevice(OnDevice):
         """Byte-time: the least use of all microbatches is within the budget, integrated over the span."""
         later_us = max(stage.backward_weight_us for stage in self.stages) if backward == "B" else 0.0
         sizes = [max(way.variant.backward_bytes for way in self._ways if way.s == s) for s in self.numbers]
-        unused_us = unused_byte_us(self, self.budget, sizes, backward) / self.budget
+        unused_us = _unused_byte_us(self, self.budget, sizes, backward) / self.budget
         used_us = {numbers[way]: self._byte_us(way) / self.budget for way in self._ways}
         program.at_most(used_us | {0: -1}, later_us - unused_us)
 
@@ -344,6 +343,24 @@ class ModesOnDevice(OnDevice):
                 column: self.problem.stages[way.s].forward_us for way, columns in early.items() for column in columns
             }
             program.at_most(times_us, self._warm_up_us + max(stage.forward_us for stage in self.stages))
+
+
+def _unused_byte_us(device: OnDevice, budget: float, sizes_bytes: Sequence[int], backward: str) -> float:
+    """Byte-time of a budget that cannot be used near the ends of a span, `sizes_bytes` being the most of each stage.
+
+    One activation may be there at once, and others as fast as F take or backwards free them. Ramps that overlapped
+    would count the same byte-time twice; a span of at least the work excludes it.
+    """
+    room = max(0, budget - max(sizes_bytes))
+    lengths_us = []
+    for kind in ("F", backward):
+        times_us = [stage.duration_us(kind) for stage in device.stages]
+        rate = max(
+            size / time_us if time_us else float("inf") for size, time_us in zip(sizes_bytes, times_us, strict=True)
+        )
+        lengths_us.append(room / rate if rate else float("inf"))
+    work_us = sum(stage.duration_us(kind) for stage in device.stages for kind in ("F", backward))
+    return room / 2 * sum(lengths_us) if sum(lengths_us) <= device.problem.units * work_us else 0.0
 
 
 def _copy_us(way: Way, kinds: str) -> float:

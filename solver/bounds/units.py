@@ -34,12 +34,23 @@ def unit_device_bounds_us(problem: Problem) -> Sequence[float]:
     return _device_bounds_us(UnitCosts.of(problem))
 
 
+def memory_time_bounds_us(problem: Problem) -> Sequence[float]:
+    """A bound from each device with stages and a budget: the byte-time its microbatches need over the budget.
+
+    It is Little's law (1961) with its ends: what is held on average is what comes in a time times how long it stays.
+    It rules where memory is too tight for a period without idle time, however many microbatches there are
+    (docs/math/bounds.md, "Byte-time").
+    """
+    costs = UnitCosts.of(problem)
+    return [UnitsOnDevice(costs, numbers).byte_time_us for numbers in problem.stages_of if numbers]
+
+
 def _device_bounds_us(costs: UnitCosts) -> Sequence[float]:
     return [UnitsOnDevice(costs, numbers).bound_us for numbers in costs.problem.stages_of if numbers]
 
 
 class UnitsOnDevice:
-    """The bound of the device that holds the stages `numbers`, as in `warmup_cooldown` and `memory_time`."""
+    """The bound of the device that holds the stages `numbers`: its windows, as in `warmup_cooldown`, and byte-time."""
 
     def __init__(self, costs: UnitCosts, numbers: Sequence[int]) -> None:
         self.costs, self.numbers, self.problem = costs, numbers, costs.problem
@@ -66,7 +77,7 @@ class UnitsOnDevice:
         through_us = float((self.forward + self.backward).sum())
         bounds = [self.value_us(work_us, through_us)]
         if 0 < self.budget < float("inf"):
-            bounds += [self._windows_us, self._byte_time_us]
+            bounds += [self._windows_us, self.byte_time_us]
         return max(bounds)
 
     def value_us(self, span_us: float, to_last_backward_us: float) -> float:
@@ -191,20 +202,38 @@ class UnitsOnDevice:
         return float((times_us[fitting] + weights_us).max())
 
     @cached_property
-    def _byte_time_us(self) -> float:
-        """The byte-time that the units need over the budget (`memory_time`)."""
+    def byte_time_us(self) -> float:
+        """The byte-time that the units need over the budget (`memory_time_bounds_us`); 0 where no budget counts."""
+        if self.budget in (0, float("inf")):
+            return 0.0
+        late = np.minimum(self.whole, self.left)
+        weights = float((late * self.weight).sum())
+        # W after the last backward held what they need by then: the budget together, each for its own length.
+        later = min(self.budget * float(self.weight.max()), weights)
+        both_us, most = self.backward + self.weight, float(late.max())
+        span_us = self._least_time_us(self.budget, 0.0, both_us, most)
+        bound_us = self.value_us(span_us, self._least_time_us(self.budget, later, self.backward, most))
+        # Activations alone, within the part of the budget that sums of their sizes reach.
+        sizes = np.concatenate([self.whole, self.staying, self.gradients]).astype(np.int64)
+        if divisor := int(np.gcd.reduce(sizes, axis=None)):
+            through_us = self._least_time_us(self.budget // divisor * divisor, weights, self.backward, 0.0)
+            bound_us = max(bound_us, self.value_us(through_us + float(self.weight[0].min()), through_us))
+        return bound_us
+
+    def _least_time_us(self, budget: float, less: float, backward: Floats, weights: float) -> float:
+        """The least time in which a budget has the byte-time needed, `less` so much, and ramps at both ends.
+
+        `weights`: the most bytes that a W needs.
+        """
+        if not budget:
+            return 0.0
         own = list(self.numbers)
         offload_us, reload_us = self.costs.offload[own], self.costs.reload[own]
-        weights = np.minimum(self.whole, self.left) * self.weight
-        later = min(self.budget * float(self.weight.max()), float(weights.sum()))
         away_us = np.maximum(0.0, self._way_us - offload_us - reload_us)
         saved = ((self.whole - self.staying) * away_us).ravel()
+        needed = self._needed_byte_us - less + self._unused_byte_us(budget, backward, weights)
         directions = [offload_us, reload_us] if self.problem.copy_channels.duplex else [offload_us + reload_us]
-        bounds_us = []
-        for less, backward in ((0.0, self.backward + self.weight), (later, self.backward)):
-            byte_us = self._needed_byte_us - less + self._unused_byte_us(backward)
-            bounds_us.append(max(self._least_time_us(byte_us, saved, copy_us.ravel()) for copy_us in directions))
-        return self.value_us(*bounds_us)
+        return max(_with_copies_us(budget, needed, saved, copy_us.ravel()) for copy_us in directions)
 
     @cached_property
     def _way_us(self) -> Floats:
@@ -222,42 +251,42 @@ class UnitsOnDevice:
         from_last_us = np.cumsum(by_slice[:, :, ::-1], axis=2)[:, :, ::-1].reshape(self.whole.shape)
         return float((self.whole * held_us + weights + self.gradients * from_last_us).sum())
 
-    def _least_time_us(self, needed: float, saved: Floats, copy_us: Floats) -> float:
-        """The least L with the budget times L, and what copies save in L, no less than the byte-time needed.
-
-        Copies of a direction follow one another, so those of L take at most L: those that save most a time come first.
-        """
-        needed -= float(saved[copy_us == 0].sum())
-        timed = (copy_us > 0) & (saved > 0)
-        saved, copy_us = saved[timed], copy_us[timed]
-        order = np.argsort(-saved / copy_us)
-        given = np.concatenate([[0.0], np.cumsum(self.budget * copy_us[order] + saved[order])])
-        spent_us = np.concatenate([[0.0], np.cumsum(copy_us[order])])
-        if needed <= 0:
-            return 0.0
-        done = int(np.searchsorted(given, needed, side="left"))
-        if done < len(given):  # within copy number `done` - 1, where 0 < needed <= given[done]
-            share = (needed - given[done - 1]) / (given[done] - given[done - 1])
-            return float(spent_us[done - 1] + share * (spent_us[done] - spent_us[done - 1]))
-        return float(spent_us[-1] + (needed - given[-1]) / self.budget)
-
-    def _unused_byte_us(self, backward: Floats) -> float:
+    def _unused_byte_us(self, budget: float, backward: Floats, weights: float) -> float:
         """Byte-time that cannot be used near the ends of the span, where F take memory and backwards free it.
 
         Ramps that overlapped would count the same byte-time twice; then only the larger one counts.
         """
         sizes = self.whole + self.gradients
         if self.problem.has_free_order or len(self.numbers) > 1:
-            ramps = [_steady_ramp(us.ravel(), sizes.ravel(), self.budget) for us in (self.forward, backward)]
+            ramps = [_steady_ramp(us.ravel(), sizes.ravel(), budget) for us in (self.forward, backward)]
         else:
             units = self.problem.units_in_order("B")[::-1]
             begun = np.cumsum(sizes[0])
             # Beside those of which all is left, one runs: the backward of the one before them, or W of any.
-            weights = float(np.minimum(self.whole, self.left).max())
             undone = np.cumsum(sizes[0, units]) - sizes[0, units] + np.maximum(sizes[0, units], weights)
-            ramps = [_ramp(self.forward[0], begun, self.budget), _ramp(backward[0, units], undone, self.budget)]
+            ramps = [_ramp(self.forward[0], begun, budget), _ramp(backward[0, units], undone, budget)]
         (first, first_us), (last, last_us) = ramps
         return first + last if first_us + last_us <= float((self.forward + backward).sum()) else max(first, last)
+
+
+def _with_copies_us(budget: float, needed: float, saved: Floats, copy_us: Floats) -> float:
+    """The least L with the budget times L, and what copies save in L, no less than the byte-time needed.
+
+    Copies of a direction follow one another, so those of L take at most L: those that save most a time come first.
+    """
+    needed -= float(saved[copy_us == 0].sum())
+    timed = (copy_us > 0) & (saved > 0)
+    saved, copy_us = saved[timed], copy_us[timed]
+    order = np.argsort(-saved / copy_us)
+    given = np.concatenate([[0.0], np.cumsum(budget * copy_us[order] + saved[order])])
+    spent_us = np.concatenate([[0.0], np.cumsum(copy_us[order])])
+    if needed <= 0:
+        return 0.0
+    done = int(np.searchsorted(given, needed, side="left"))
+    if done < len(given):  # within copy number `done` - 1, where 0 < needed <= given[done]
+        share = (needed - given[done - 1]) / (given[done] - given[done - 1])
+        return float(spent_us[done - 1] + share * (spent_us[done] - spent_us[done - 1]))
+    return float(spent_us[-1] + (needed - given[-1]) / budget)
 
 
 def _moved_bytes(rate: float, window_us: float) -> float:

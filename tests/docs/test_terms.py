@@ -21,7 +21,6 @@ optpipe/worst_case_memory.py
 solver/bounds/device.py
 solver/bounds/free_order.py
 solver/bounds/lower_bound.py
-solver/bounds/memory_time.py
 solver/bounds/modes.py
 solver/bounds/unit_costs.py
 solver/bounds/unit_order.py

@@ -13,7 +13,8 @@ from instances.four_by_eight import four_by_eight
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
-from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
+from solver.bounds.rounds import round_bounds_us
+from solver.bounds.units import memory_time_bounds_us
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.exact.relaxation import projected
 from solver.limits import Limits
@@ -29,8 +30,8 @@ def tight(m: int = 8, budget: int = 4, kept: int = 2, **more: Any) -> float:
 
 
 def test_little_with_both_ends() -> None:
-    """Two bytes for 10 + 66 + 10 + 10 us; ramps leave 2 * 10 / 2 and 2 * 20 / 2 byte-us unused."""
-    assert tight() == pytest.approx((8 * 2 * 96 + 10 + 20) / 4)
+    """Two bytes for 10 + 66 + 10 + 10 us; beside the first F and the last B and W two more bytes are unused."""
+    assert tight() == pytest.approx((8 * 2 * 96 + 2 * 10 + 2 * 20) / 4)
 
 
 def test_each_microbatch_more_takes_its_share_of_memory() -> None:
@@ -39,17 +40,17 @@ def test_each_microbatch_more_takes_its_share_of_memory() -> None:
 
 def test_offload_saves_the_way_less_the_copies() -> None:
     """One byte for 66 - 20 us, a copy of 10 us each; all eight leave in 80 us."""
-    assert tight(offload=HALF) == pytest.approx(80 + (8 * (2 * 96 - 46) + 30 - 4 * 80) / 4)
+    assert tight(offload=HALF) == pytest.approx(80 + (8 * (2 * 96 - 46) + 60 - 4 * 80) / 4)
 
 
 def test_copies_both_ways_on_one_channel_save_half_as_fast() -> None:
     one_channel = {"copy_channels": {"duplex": False}}
-    assert tight(offload=HALF, **one_channel) == pytest.approx(160 + (8 * (2 * 96 - 46) + 30 - 4 * 160) / 4)
+    assert tight(offload=HALF, **one_channel) == pytest.approx(160 + (8 * (2 * 96 - 46) + 60 - 4 * 160) / 4)
 
 
 def test_copies_that_take_no_time_save_at_once() -> None:
     instant = {"bytes": 1, "offload_us": 0, "reload_us": 0}
-    assert tight(offload=instant) == pytest.approx((8 * (2 * 96 - 66) + 30) / 4)
+    assert tight(offload=instant) == pytest.approx((8 * (2 * 96 - 66) + 60) / 4)
 
 
 def test_the_way_to_the_device_and_back_comes_on_top() -> None:
