@@ -17,7 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.costs import sizes_bytes, times_us
-from optpipe.kinds import CODE, COPIES, DOERS, HALVES, KIND, KINDS, PASSAGE, ROWS, SizeName, TimeName, codes
+from optpipe.kinds import (
+    CODE,
+    COPIES,
+    DOERS,
+    DUTIES,
+    HALVES,
+    KIND,
+    KINDS,
+    OPTIONAL,
+    PASSAGE,
+    ROWS,
+    SizeName,
+    TimeName,
+    codes,
+)
 from optpipe.mode_names import OFFLOAD
 from optpipe.ops import OpArray
 from optpipe.problem import Problem
@@ -129,9 +143,10 @@ class TaskGraph:
         return self.options > 1 + (self.whole_option > 0)
 
     @cached_property
-    def is_trained(self) -> bool:
-        """True if every unit does F, B and W on every stage: what bounds and cuts in closed form are proved for."""
-        return all(bool(self.duties[duty].all()) for duty in ("F", "B", "W"))
+    def trained(self) -> Bools:
+        """True for each stage on which every unit does F, B and W, for which closed-form bounds and cuts are proved."""
+        trained: Bools = np.all([self.duties[duty].all(axis=1) for duty in DUTIES if duty not in OPTIONAL], axis=0)
+        return trained
 
     @cached_property
     def duties(self) -> Mapping[str, Bools]:

@@ -199,6 +199,6 @@ def _code_bits(problem: Problem) -> int:
 
 def handles_states(problem: Problem) -> bool:
     """True for equal microbatches without modes that every stage trains, and times that are whole ticks."""
-    if problem.has_factors or problem.slice_count > 1 or problem.has_modes or not lower(problem).is_trained:
+    if problem.has_factors or problem.slice_count > 1 or problem.has_modes or not lower(problem).trained.all():
         return False
     return horizon_us(problem, float("inf")) / time_unit_us(problem) < MAX_STEPS

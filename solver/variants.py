@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
-from optpipe.costs import device_effect
-from optpipe.kinds import kind_of
+from optpipe.kinds import INSIDE
 from optpipe.problem import Problem
 from optpipe.stage import Mode, Stage
+from optpipe.task_graph import lower
 
 
 class Variant(NamedTuple):
@@ -60,22 +59,18 @@ def fitting_variants(problem: Problem, stage: int) -> Sequence[Variant]:
     """
     own, budget = problem.stages[stage], problem.devices[problem.stages[stage].device].memory_bytes
     every = variants(own)
-    return [way for way in every if budget is None or _alone_bytes(own, way) <= budget] or every
+    return [way for way in every if budget is None or _alone_bytes(problem, stage, way) <= budget] or every
 
 
-def _alone_bytes(stage: Stage, variant: Variant) -> int:
+def _alone_bytes(problem: Problem, stage: int, variant: Variant) -> int:
     """The peak of a microbatch alone, with a split or a fused backward, whichever needs less."""
-    effects = ([device_effect(stage, k, variant.mode) for k in kinds] for kinds in op_lists(stage, variant))
-    return min(max(accumulate(change for effect in of_ops for change in effect)) for of_ops in effects)
-
-
-def op_lists(stage: Stage, variant: Variant) -> Sequence[tuple[str, ...]]:
-    """Kinds of the ops of a microbatch in a variant, in order: with a split backward where the stage has one, fused."""
-    copies = (["O"], ["R"]) if variant.mode.offload else ([], [])
-    again, inside = (["C"] if variant.ahead else []), (("C",) if variant.inside else ())
-    split, fused = [kind_of("B", *inside), "W"], [kind_of("B", "W", *inside)]
-    before = ["F", *copies[0], *copies[1], *again]
-    return [(*before, *backward) for backward in ([split, fused] if stage.split_backward else [fused])]
+    graph = lower(problem)
+    peaks = []
+    for kinds in graph.chains(stage, variant.choice):
+        if variant.inside == any(kind in INSIDE for kind in kinds):
+            changes = graph.device_bytes[[graph.type_of(kind, stage, variant.choice, 0) for kind in kinds]]
+            peaks.append(int(changes.cumsum().max()))
+    return min(peaks)
 
 
 def unit_variants(problem: Problem, stage: int, unit: int) -> Sequence[Variant]:

@@ -257,7 +257,7 @@ def fusing_may_help(problem: Problem, s: int) -> bool:
     first: B(i) BW(j) W(i) runs W of j before that of i, as no B and W in order do.
     """
     graph = lower(problem)
-    if not graph.duties["B"][s].any():
+    if not graph.trained[s]:
         return False
     weight = graph.type_of("W", s, 0, 0) + np.arange(graph.shape[3])
     costs = np.column_stack([graph.duration_us[weight], graph.device_bytes[weight]])

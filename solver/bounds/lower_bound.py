@@ -54,7 +54,7 @@ def lower_bounds_us(problem: Problem, without: Set[str] = frozenset()) -> dict[s
         if not problem.has_factors and problem.slice_count == 1:  # a block makes no op shorter
             bounds |= _kept({"chain": max(bounds.get("chain", 0.0), longest_chain_us(apart))}, without)
         return bounds
-    if not lower(problem).is_trained:
+    if not lower(problem).trained.all():
         return _kept(_partly_trained_bounds_us(problem, without), without)
     if problem.has_factors or problem.slice_count > 1:
         return _kept(unit_bounds_us(problem), without)
@@ -85,9 +85,9 @@ def _partly_trained_bounds_us(problem: Problem, without: Set[str]) -> dict[str, 
     """
     graph = lower(problem)
     bounds = {"unit-device": max(_work_bounds_us(problem))}
-    trained = graph.duties["B"][:, 0]
+    trained = graph.trained
     behind = from_stage(problem, int(np.argmax(trained)))
-    if trained.any() and lower(behind).is_trained:
+    if trained.any() and lower(behind).trained.all():
         head_us = _heads_us(problem)[np.argmax(trained)]
         for name, bound_us in lower_bounds_us(behind, without).items():
             bounds[name] = max(bounds.get(name, 0.0), head_us + bound_us)
@@ -144,7 +144,7 @@ _DEVICE_BOUNDS: dict[str, Callable[[Problem], Sequence[float]]] = {
 
 def device_bounds_us(problem: Problem) -> Sequence[float]:
     """The best bound from each device that has stages."""
-    if not lower(problem).is_trained:
+    if not lower(problem).trained.all():
         return _work_bounds_us(problem)
     if problem.has_factors or problem.slice_count > 1:
         return unit_device_bounds_us(problem)

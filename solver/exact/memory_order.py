@@ -67,7 +67,7 @@ def memory_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
 
     With slices or unequal units, in their given order, the first kind alone, with the sizes of each.
     """
-    if not lower(problem).is_trained or problem.has_free_order:
+    if not lower(problem).trained.all() or problem.has_free_order:
         return
     costs = UnitCosts.of(problem)
     if problem.has_factors or problem.slice_count > 1:

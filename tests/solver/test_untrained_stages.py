@@ -104,5 +104,5 @@ def test_chains_do_each_duty_of_a_stage_once() -> None:
     assert graph.chains(1, 0) == [("F", "BW")]
     assert graph.chains(1, 1) == [("F", "C", "BW"), ("F", "CBW")]
     assert graph.chains(2, 1) == [("F", "O", "R", "B", "W"), ("F", "O", "R", "BW")]
-    assert not graph.is_trained
+    assert graph.trained.tolist() == [False, True, True]
     assert graph.has_modes.tolist() == [False, True, False]

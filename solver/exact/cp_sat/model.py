@@ -100,7 +100,7 @@ def build_model(
     variables.add_all()
     Constraints(variables).add_all()
     add_objective(variables, grid.bound_ticks(bound_us))
-    if not variables.graph.is_trained:
+    if not variables.graph.trained.all():
         return variables  # the cuts are proved for F, B and W of every stage
     alike = not problem.has_factors and problem.slice_count == 1
     if options.work and alike:
@@ -117,7 +117,7 @@ def build_model(
 
 
 def _has_memory_order(problem: Problem, options: Options) -> bool:
-    if problem.has_factors or problem.slice_count > 1 or not lower(problem).is_trained:
+    if problem.has_factors or problem.slice_count > 1 or not lower(problem).trained.all():
         return False
     return options.memory_order and is_ordered_by_memory(problem, options.most_order_literals)
 
