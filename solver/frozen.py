@@ -3,7 +3,8 @@
 A schedule of the problem becomes one of `with_backwards(problem)`: the backward of a frozen stage is put where its
 device is between two ops, once that of the first trained stage has ended. No op is later for it, so that the makespan
 stays; to leave the backwards out again delays nothing. So the shortest makespans are equal, and a bound on one is a
-bound on the other. A device's span may grow by an op without length at its end: of spans only the work is a bound.
+bound on the other. A device's span may grow by an op without length at its end: of spans the bound is that of the
+problem itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.stage import Stage
+from solver.bounds.lower_bound import lower_bound_us
 from solver.build import orders_from_times, snapped_bound
 from solver.scale import value_step_us
 from solver.solution import Solution
@@ -92,7 +94,7 @@ def solution_without_backwards(problem: Problem, solution: Solution) -> Solution
     """A solution of `with_backwards(problem)` as one of the problem."""
     bound_us = solution.bound_us
     if problem.objective == "device_span" and not solution.infeasible:
-        bound_us = max(problem.work_us)
+        bound_us = lower_bound_us(problem)
     if solution.orders is None:
         return replace(solution, bound_us=bound_us)
     orders = orders_without_backwards(problem, solution.orders)
