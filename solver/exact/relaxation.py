@@ -12,7 +12,7 @@ from math import floor
 
 import numpy as np
 
-from optpipe.fields import MAX_FACTOR, MAX_TIME_US
+from optpipe.fields import MAX_FACTOR
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import DirectedTransfer, MicrobatchFactors, Problem
 from optpipe.simulate import Simulation, simulate
@@ -101,12 +101,11 @@ def _proof_by_parts_from(
     asked: dict[Sequence[int], int],
 ) -> Solution:
     """`proof_by_parts` from one device on; ends where it comes to a part that is `asked` about from another one."""
-    largest, devices = _largest(problem), {first}
-    number = 0
+    devices, number = {first}, 0
     while not limits.cancel.requested:
         kept = tuple(_connected(problem, devices))
         whole = len(kept) == len(problem.stages)
-        if asked.setdefault(kept, first) != first or not _has_possible_delays(largest, kept):
+        if asked.setdefault(kept, first) != first:
             break
         part = problem if whole else projected(problem, kept)
         orders = restricted(start.orders, kept) if start.orders and not whole else None
@@ -244,17 +243,13 @@ def _sum_us(times: Sequence[float]) -> float:
 
 
 def parts(problem: Problem, first: int) -> Iterator[Sequence[int]]:
-    """Ever more stages: of the device `first`, then of devices spread over the pipeline as well.
-
-    Parts in which the stages left out would be a longer delay than a problem may have are skipped.
-    """
+    """Ever more stages: of the device `first`, then of devices spread over the pipeline as well."""
     devices = [d for d, stages in enumerate(problem.stages_of) if stages]
-    largest = _largest(problem)
     before: Sequence[int] = []
     for number in range(1, len(devices)):
         spread = [devices[k * (len(devices) - 1) // max(1, number - 1)] for k in range(number)] if number > 1 else []
         kept = _connected(problem, {first, *spread})
-        if before != kept and len(kept) < len(problem.stages) and _has_possible_delays(largest, kept):
+        if before != kept and len(kept) < len(problem.stages):
             yield kept
         before = kept
 
@@ -264,11 +259,6 @@ def _devices_by_bound(problem: Problem) -> Sequence[int]:
     devices = (d for d, stages in enumerate(problem.stages_of) if stages)
     bounded = sorted(zip(device_bounds_us(problem), devices, strict=True), key=lambda pair: -pair[0])
     return [d for _, d in bounded]
-
-
-def _has_possible_delays(largest: Problem, kept: Sequence[int]) -> bool:
-    """True if the stages left out are nowhere a longer delay than a problem may have."""
-    return all(us <= MAX_TIME_US for pair in pairwise(kept) for us in _delay(largest, *pair).values())
 
 
 def _latest_device(problem: Problem, kept: Sequence[int], times: Simulation, value_us: float) -> int:
@@ -307,26 +297,6 @@ def _latest_device(problem: Problem, kept: Sequence[int], times: Simulation, val
             ops = (us[:, numbers].ravel().tolist() for us in (heads_us, durations_us, tails_us + 4 * value_us))
             late_us[d] = preemptive_us(list(zip(*ops, strict=True)))
     return max(late_us, key=lambda d: late_us[d])
-
-
-def _largest(problem: Problem) -> Problem:
-    """The problem without factors, each time that of its largest unit: its delays are the largest of any part."""
-    if not problem.has_factors:
-        return problem
-    names = ("forward_us", "backward_input_us", "backward_weight_us")
-    stages = [
-        stage.replaced(
-            slice_factors=None,
-            slice_gradient_bytes=0,
-            **{name: max(getattr(one, name) for one in of_classes) for name in names},
-        )
-        for stage, of_classes in zip(problem.stages, problem.unit_stages, strict=True)
-    ]
-    delays = [
-        _transfer({direction: float(us[s].max()) for direction, us in problem.unit_delays_us.items()})
-        for s in range(len(problem.stages) - 1)
-    ]
-    return problem.replaced(microbatch_factors=None, slices=None, stages=stages, transfer_us=delays)
 
 
 def _connected(problem: Problem, devices: Collection[int]) -> Sequence[int]:

@@ -245,7 +245,7 @@ def test_a_part_that_keeps_no_budget_proves_the_whole_infeasible() -> None:
     assert answer.infeasible
 
 
-def test_parts_between_which_the_way_is_longer_than_a_delay_may_be_are_left_out() -> None:
+def test_a_delay_in_place_of_stages_may_be_longer_than_a_problem_states() -> None:
     data = uniform(4, 4, budget=4).to_data()
     for stage in data["stages"]:
         stage["forward_us"] = 0.6 * MAX_TIME_US
