@@ -1,13 +1,13 @@
 """DualPipeV: two chunks a device along a V, forwards and backwards of different microbatches as blocks.
 
 The V-shaped half of DualPipe (DeepSeek-V3 report, arXiv 2412.19437, section 3.2), in the steps of its open source and
-of torch's `ScheduleDualPipeV`. Device r of R holds chunk 0 on the way out and chunk 1 on the way back; m >= 2R:
+of torch's `ScheduleDualPipeV`. Device r of R holds chunk 0, stage r, and chunk 1, stage 2R - 1 - r; m >= 2R:
 
 1. 2 (R - r - 1) forwards of chunk 0.
 2. r + 1 times a forward of each chunk.
 3. R - r - 1 times B and W of chunk 1, and a forward of it.
-4. m - 2R + r + 1 times two blocks: a forward of chunk 0 with a backward of chunk 1, then the other way round. The very
-   first pair of the last device is no block.
+4. m - 2R + r + 1 times two blocks: a forward of chunk 0 with a backward of chunk 1, then one of chunk 1 with one of
+   chunk 0. The very first pair of the last device is no block.
 5. R - r - 1 times a backward of chunk 1, and a block of its forward with a backward of chunk 0.
 6. r + 1 backwards of each chunk; from their middle on the W are put off.
 7. R - r - 1 times a W that was put off, and a backward of chunk 0.

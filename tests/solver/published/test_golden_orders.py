@@ -110,11 +110,11 @@ def serial(problem: Problem) -> Orders | None:
 
 
 SCHEDULERS = {
-    # 1F1B that recomputes is for stages with modes, and those of slices for these; the problems recorded have none.
+    # 1F1B that recomputes is for stages with modes, others for slices or blocks; the problems recorded have none.
     **{
         name: method.orders
         for name, method in METHODS.items()
-        if method.orders and "recompute" not in name and name not in ("seq1f1b", "slimpipe")
+        if method.orders and "recompute" not in name and name not in ("seq1f1b", "slimpipe", "dualpipe-v")
     },
     "serial": serial,
     "modulo": modulo_orders,
