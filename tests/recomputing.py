@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ from optpipe.ops import DeviceOrders, Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.build import build_schedule, orders_from_times
+from solver.frozen import orders_without_backwards
 from solver.serial import known_budgets_bytes
 from tests import mode_oracle as oracle
 
@@ -232,6 +234,18 @@ def random_in_modes(problem: Problem, seed: int) -> Schedule:
     modes, costs = random_case(problem.to_data(), rng)
     orders = orders_from_times(problem, random_plan(problem, costs, rng), modes=modes)
     return build_schedule(problem, orders, 0.0, "random", 0.0)
+
+
+def with_frozen(schedule: Schedule, count: int) -> Schedule:
+    """The schedule without the backwards of the first stages, which are kept."""
+    problem, orders = schedule.problem, schedule.orders
+    stages = [stage.replaced(backward="none") if s < count else stage for s, stage in enumerate(problem.stages)]
+    frozen = problem.replaced(stages=stages)
+    if orders.modes is not None:
+        modes = orders.modes.copy()
+        modes[:count] = 0
+        orders = replace(orders, modes=modes)
+    return build_schedule(frozen, orders_without_backwards(frozen, orders), 0.0, "by hand", 0.0)
 
 
 def delay_us(problem: Problem, before: oracle.Key, op: oracle.Key) -> float:

@@ -370,7 +370,7 @@ def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:
         del measured["gradients_taken_bytes"], measured["gradients_freed_bytes"]
         offload = stage.offload.to_data() | {"bytes": moved} if stage.offload else None
         data = stage.to_data() | measured | {"offload": offload, "modes": []}
-        for mode in stage.modes:
+        for mode in stage.modes if stage.backward == "full" else ():
             if mode.name in IN_LOW_PRECISION and mode.offload:
                 data["modes"].append({"name": mode.name, "offload": mode.offload.to_data() | {"bytes": moved}})
             again = recomputed.get(without_offload(mode.name))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import RunRanks
-from tests.recomputing import EXECUTABLE, random_executable
+from tests.recomputing import EXECUTABLE, random_executable, with_frozen
 from tests.sample import some
 
 pytestmark = pytest.mark.torchrun
@@ -29,6 +29,7 @@ def results(
     for k, (placement, how) in enumerate(cases):
         splits = not how.get("compiled")
         schedule = random_executable(placement, MICROBATCHES, k, EXECUTABLE, split_backward=splits)
+        schedule = with_frozen(schedule, how.get("frozen", 0))
         (folder / f"{k}.json").write_text(schedule.to_json())
     wanted = [{"name": str(k), "how": how} for k, (_, how) in enumerate(cases)]
     (folder / "cases.json").write_text(json.dumps(wanted))
@@ -79,6 +80,17 @@ def test_tensor_and_sequence_parallel(run_ranks: RunRanks, tmp_path: Path) -> No
     across = {"tensor": "sequence", "boundary": True}
     cases = [(V, {"tensor": "plain"}), (LOOP, {"tensor": "sequence"}), (V, across), (LOOP, across)]
     results(run_ranks, tmp_path, some(cases))
+
+
+def test_stages_without_a_backward(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Frozen chunks run F alone: gathered for each if they reshard, once a step if not, and never reduced."""
+    cases = [
+        (V, {"frozen": 2, "fsdp": "whole", "reshard": True}),
+        (LOOP, {"frozen": 1, "fsdp": "nested", "reshard": False}),
+        (V, {"frozen": 2, "ddp": True}),
+        (LOOP, {"frozen": 2, "tensor": "sequence", "boundary": True}),
+    ]
+    results(run_ranks, tmp_path, cases)
 
 
 def test_context_and_expert_parallelism(run_ranks: RunRanks, tmp_path: Path) -> None:

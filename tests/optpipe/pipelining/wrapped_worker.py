@@ -135,6 +135,8 @@ def parts_of(count: int, how: dict[str, Any]) -> list[Part]:
     parts = [Part(s == 0, s == count - 1, block) for s in range(count)]
     if how.get("tied"):
         parts[-1].head.weight = parts[0].embedding.weight
+    for part in parts[: how.get("frozen", 0)]:
+        part.requires_grad_(False)
     return parts
 
 
@@ -170,7 +172,7 @@ def wrapped(part: Part, how: dict[str, Any], mesh: DeviceMesh) -> nn.Module:
     if how.get("compiled"):
         for block in part.blocks:
             block.compile(backend="aot_eager")
-    if how.get("ddp"):
+    if how.get("ddp") and any(p.requires_grad for p in part.parameters()):  # DDP refuses others
         return DistributedDataParallel(part, process_group=mesh.get_group("data"))
     ignored: set[nn.Parameter] = set()
     if how.get("context"):
@@ -196,7 +198,8 @@ def wrapped(part: Part, how: dict[str, Any], mesh: DeviceMesh) -> nn.Module:
                 for name in ("embedding", "blocks.*.down"):
                     plan[name].use_local_output = False
             plan = {name: style for name, style in plan.items() if "." in name or getattr(part, name) is not None}
-        parallelize_module(part, mesh["tensor"], plan)
+        trained = any(parameter.requires_grad for parameter in part.parameters())
+        parallelize_module(part, mesh["tensor"], plan).requires_grad_(trained)  # SequenceParallel makes new ones
     if fsdp := how.get("fsdp"):
         options: dict[str, Any] = {"mesh": mesh["data"], "reshard_after_forward": how["reshard"]}
         if how.get("replicate"):
@@ -255,6 +258,9 @@ def run(folder: Path, name: str, how: dict[str, Any]) -> dict[str, Any]:
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         for key, parameter in inner.named_parameters():
             gradient = parameter.grad
+            if not parameter.requires_grad:
+                assert gradient is None, f"{s}.{key}"
+                continue
             assert gradient is not None, f"{s}.{key}"
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             found, wanted = whole / m, expected[f"{s}.{key}"]  # scale_grads is False, and FSDP and DDP average

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -30,12 +30,12 @@ class Fragile(nn.Module):
         return x
 
 
-def chain(stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+def chain(stages: int, dtype: torch.dtype = torch.float32, *, frozen: Collection[int] = ()) -> list[nn.Module]:
     """One module a stage, always with the same weights; the last layer of each is Fragile."""
     torch.manual_seed(0)
     widths = WIDTHS[: stages + 1]
     modules = [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU(), Fragile()) for a, b in pairwise(widths)]
-    return [module.to(dtype) for module in modules]
+    return [module.to(dtype).requires_grad_(s not in frozen) for s, module in enumerate(modules)]
 
 
 def batch(stages: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:

@@ -16,6 +16,7 @@ from optpipe.errors import TrainingError
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline, Stage
 from optpipe.runtime.probe import StageSizes, measure_stage, with_measured_sizes
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, plain_gradients, specs, stages_of
+from tests.recomputing import random_executable, with_frozen
 
 
 def pipeline(program: Program, modules: list[nn.Module], *, gradient_scale: float = 1 / M) -> Pipeline:
@@ -30,16 +31,41 @@ SCHEDULES = {
     "linear, offload": one_f_one_b(4, M, moved=EVERYTHING),
     "V": v_wave(2, M),
     "V, offload": v_wave(2, M, moved=EVERYTHING),
+    "half is frozen": with_frozen(one_f_one_b(4, M), 2),
+    "all but the last are frozen": with_frozen(one_f_one_b(4, M, fused=True), 3),
+    "the first and one behind a trained one are frozen": with_frozen(one_f_one_b(4, M), 1),
+    "V, a chunk of each device is frozen": with_frozen(v_wave(2, M, moved=EVERYTHING), 2),
+    "loop, the first chunk is frozen": with_frozen(random_executable([0, 1, 0, 1], M, 0), 1),
 }
+FROZEN = {"the first and one behind a trained one are frozen": (0, 2)}
+
+
+def modules_of(name: str) -> list[nn.Module]:
+    """The chain of a schedule, in which the stages without a backward are frozen, or those of `FROZEN`."""
+    stages = SCHEDULES[name].problem.stages
+    without_backward = [s for s, stage in enumerate(stages) if stage.backward == "none"]
+    return chain(4, frozen=FROZEN.get(name, without_backward))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_are_those_of_the_plain_step(name: str) -> None:
-    modules, (inputs, targets) = chain(4), batch(4)
+    modules, (inputs, targets) = modules_of(name), batch(4)
     plain = plain_gradients(modules, inputs, targets)
     losses = pipeline(compile_schedule(SCHEDULES[name]), modules).run(inputs, targets)
     torch.testing.assert_close(gradients(modules), plain, rtol=1e-5, atol=1e-7)
     assert (losses > 0).all()
+
+
+def test_a_frozen_stage_runs_f_alone_and_gets_no_gradient() -> None:
+    actions = [*compile_schedule(SCHEDULES["half is frozen"]).actions()]
+    assert {action.kind for action in actions if action.stage < 2} == {"F", "SEND_F", "RECV_F"}
+    assert {action.stage for action in actions if action.kind == "SEND_B"} == {3}
+
+
+def test_a_stage_with_a_parameter_to_train_needs_its_backward() -> None:
+    modules = chain(4, frozen=[0])
+    with pytest.raises(TrainingError, match=r"stages\[1\].backward is 'none' but 0.weight is to be trained. Maybe"):
+        pipeline(compile_schedule(SCHEDULES["half is frozen"]), modules)
 
 
 def test_a_wrong_scale_would_be_noticed() -> None:
@@ -65,16 +91,14 @@ def test_offload_changes_no_bit_and_lowers_the_peak(without: str, with_offload: 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_nothing_lives_after_a_step_and_the_peak_is_the_planned_one(name: str) -> None:
-    schedule, modules, (inputs, targets) = SCHEDULES[name], chain(4), batch(4)
+    schedule, modules, (inputs, targets) = SCHEDULES[name], modules_of(name), batch(4)
     program = compile_schedule(schedule)
     pipe = pipeline(program, modules)
-    edges = [None, *specs(4), None]
-    sizes = [
-        measure_stage(Stage(module, first=s == 0, loss=nn.functional.mse_loss if s == 3 else None), pair, *around)
-        for s, (module, pair, around) in enumerate(
-            zip(chain(4), [(inputs[0], targets[0])] * 4, pairwise(edges), strict=True)
-        )
-    ]
+    sizes = []
+    for (s, stage), around in zip(stages_of(modules_of(name)).items(), pairwise([None, *specs(4), None]), strict=True):
+        stage.join(s, (), program.first_trained)
+        modes = {mode.name: ("CB", "CBW") for mode in schedule.problem.stages[s].modes if not mode.offload}
+        sizes.append(measure_stage(stage, (inputs[0], targets[0]), *around, modes=modes))
     planned = planned_peaks_bytes(
         program, with_measured_sizes(schedule.problem, sizes), [spec.size_bytes for spec in specs(4)]
     )
