@@ -1,7 +1,7 @@
 """Stages without a backward, for searches and bounds that know none: theirs takes no time, no memory and no message.
 
 A schedule of the problem becomes one of `with_backwards(problem)`: the backward of a frozen stage is put where its
-device is between two ops, once that of the first trained stage has ended. No op is later for it, so that the makespan
+device is between two ops, once that of the stage behind it has ended. No op is later for it, so that the makespan
 stays; to leave the backwards out again delays nothing. So the shortest makespans are equal, and a bound on one is a
 bound on the other. A device's span may grow by an op without length at its end: of spans the bound is that of the
 problem itself.
@@ -9,12 +9,13 @@ problem itself.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from optpipe.kinds import codes, covering
+from optpipe.kinds import COPIES, codes, covering
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -68,9 +69,23 @@ def orders_with_backwards(problem: Problem, orders: Orders) -> Orders:
     first = min(frozen, len(problem.stages) - 1)
     last_ops = covering("B" if first == frozen else "F")  # before the backward of the last frozen stage
     ends_us = {op.microbatch: end for op, (_, end) in planned.items() if op.stage == first and op.kind in last_ops}
-    for s in range(frozen):
+    if first < frozen and problem.slice_count > 1:  # backwards of slices begin with the last, which may be any F's here
+        ends_us = dict.fromkeys(ends_us, max(ends_us.values()))
+    running = [
+        sorted(times for op, times in planned.items() if problem.stages[op.stage].device == d and op.kind not in COPIES)
+        for d in range(len(problem.devices))
+    ]
+    for s in reversed(range(frozen)):
+        own = running[problem.stages[s].device]
+        ends_us = {unit: _between_ops(own, end_us) for unit, end_us in ends_us.items()}
         planned |= {Op("BW", s, unit): (end_us, end_us) for unit, end_us in ends_us.items()}
     return orders_from_times(with_backwards(problem), planned, 0.0, orders.modes, orders.microbatch_order)
+
+
+def _between_ops(running: Sequence[tuple[float, float]], time_us: float) -> float:
+    """The first time from `time_us` on at which none of a device's ops, in order of their times, is running."""
+    last = bisect_left(running, (time_us, time_us)) - 1
+    return max(time_us, running[last][1]) if last >= 0 else time_us
 
 
 def orders_without_backwards(problem: Problem, orders: Orders) -> Orders:
@@ -94,7 +109,7 @@ def solution_without_backwards(problem: Problem, solution: Solution) -> Solution
     """A solution of `with_backwards(problem)` as one of the problem."""
     bound_us = solution.bound_us
     if problem.objective == "device_span" and not solution.infeasible:
-        bound_us = lower_bound_us(problem)
+        bound_us = problem.derived(lower_bound_us)
     if solution.orders is None:
         return replace(solution, bound_us=bound_us)
     orders = orders_without_backwards(problem, solution.orders)

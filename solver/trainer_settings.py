@@ -79,9 +79,9 @@ class Setting:
 def nearest_settings(schedule: Schedule, trainer: Trainer) -> list[Setting]:
     """All settings of the trainer that can be simulated, best first: those within the budgets, then the fastest.
 
-    Raises InputError where the trainer has no pipeline of this placement, or of such microbatches.
+    Raises InputError where the trainer has no pipeline of this placement, or of such stages or microbatches.
     """
-    _refuse_microbatches(schedule.problem, trainer)
+    _refuse_what_it_does_not_run(schedule.problem, trainer)
     problem, orders, found = schedule.problem, schedule.orders, []
     if orders.microbatch_order is not None:
         problem, orders = in_order(problem, orders.microbatch_order), with_numbers_in_order(problem, orders)
@@ -99,10 +99,16 @@ def nearest_settings(schedule: Schedule, trainer: Trainer) -> list[Setting]:
     return sorted(found, key=lambda setting: (setting.short_bytes, setting.value_us))
 
 
-def _refuse_microbatches(problem: Problem, trainer: Trainer) -> None:
-    """Raise InputError where microbatches are cut into slices, or are of sizes that the trainer does not run."""
+def _refuse_what_it_does_not_run(problem: Problem, trainer: Trainer) -> None:
+    """Raise InputError for stages without a backward, slices, and microbatches of sizes that the trainer has not."""
+    name = "Megatron-LM" if trainer == "megatron" else trainer
+    if problem.stages[0].backward == "none":
+        detail = (
+            f"is 'none', but {name} sends every stage the gradient of its output. Maybe train with optpipe train or "
+            "PlannedSchedule, or solve with a backward of 0 us there."
+        )
+        raise InputError([Issue(("problem", "stages", 0, "backward"), "no_backward", detail)])
     if problem.slice_count > 1:
-        name = "Megatron-LM" if trainer == "megatron" else trainer
         detail = f"is {problem.slice_count}, but {name} runs microbatches whole. Maybe leave slices out of the problem."
         raise InputError([Issue(("problem", "slices", "count"), "slices", detail)])
     for i, own in enumerate(problem.microbatch_factors or ()):

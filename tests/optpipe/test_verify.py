@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -112,6 +113,25 @@ def test_a_false_claim_is_the_one_that_is_found(where: str, edit: Callable[[dict
     edit(data)
     found = verify(Schedule.from_data(data)).violations
     assert [(violation.rule, violation.where) for violation in found] == [("claim", where)]
+
+
+def test_a_stage_without_a_backward_has_f_alone() -> None:
+    """Which holds its activation, and the workspace of its F, while it runs, whatever the timing."""
+    problem = uniform(2, 3, offload=OFFLOAD)
+    work = problem.stages[0].workspace_bytes.replaced(F=3)
+    frozen, trained = (stage.replaced(workspace_bytes=work) for stage in problem.stages)
+    problem = problem.replaced(stages=[frozen.replaced(backward="none"), trained])
+    orders = Orders([DeviceOrders(ops("F0.0 F0.1 F0.2")), DeviceOrders(ops("F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2"))])
+    data = build_schedule(problem, orders, 0.0, "by hand", 0.0).to_data()
+    verdict = verify(Schedule.from_data(data))
+    assert verdict.ok
+    assert [d.peak_bytes_any_timing for d in verdict.devices] == [frozen.activation_bytes + 3] * 2
+    for kind, stream in (("B", "compute"), ("W", "compute"), ("BW", "compute"), ("O", "offload"), ("R", "reload")):
+        wrong = copy.deepcopy(data)
+        op = {"op": kind, "stage": 0, "microbatch": 1, "start_us": 90.0, "end_us": 90.0, "waits": []}
+        wrong["devices"][0][stream].append(op)
+        details = [found.detail for found in verify(Schedule.from_data(wrong)).violations if found.where == "0.1"]
+        assert details[0] == f"needs F alone; {', '.join(sorted(['F', kind]))} found."
 
 
 def test_finds_overlap_on_a_shared_channel() -> None:

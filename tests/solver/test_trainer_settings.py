@@ -15,7 +15,7 @@ from solver.build import build_schedule
 from solver.microbatch_orders import in_order, with_own_numbers
 from solver.published.one_stage import one_f_one_b as fused
 from solver.trainer_settings import Setting, Trainer, nearest_settings, pipeline_settings
-from tests.recomputing import one_f_one_b, recomputing
+from tests.recomputing import one_f_one_b, recomputing, with_frozen
 from tests.sliced_schedules import seq1f1b_schedule
 from tests.unequal import times, unequal
 
@@ -135,7 +135,9 @@ def test_flags_of_the_pipeline_itself() -> None:
 
 
 @pytest.mark.parametrize(("trainer", "name"), [("megatron", "Megatron-LM"), ("torchtitan", "torchtitan")])
-def test_slices_are_refused(trainer: Trainer, name: str) -> None:
+def test_slices_and_stages_without_a_backward_are_refused(trainer: Trainer, name: str) -> None:
+    with pytest.raises(InputError, match=rf"^problem\.stages\[0\]\.backward is 'none', but {name} sends every stage"):
+        nearest_settings(with_frozen(v_wave(2, 4), 1), trainer)
     with pytest.raises(InputError, match=rf"^problem\.slices\.count is 2, but {name} runs microbatches whole\. Maybe"):
         nearest_settings(seq1f1b_schedule(2, 4, 2), trainer)
 

@@ -97,6 +97,23 @@ def test_a_compiled_stage_is_timed_without_b_and_w() -> None:
     assert found.problem(4).stages[1].backward_weight_us == 0
 
 
+def test_stages_before_the_first_trained_parameter_have_no_backward() -> None:
+    """The second is frozen too, but lies behind a trained one: its gradient passes through it."""
+    for trained, backwards in ((1, ["none", "full", "full"]), (2, ["none", "none", "full"])):
+        subject = perceptron((WIDTH,) * 4)
+        for s, stage in enumerate(subject.stages):
+            stage.requires_grad_(s == trained)
+        found, chain = measured(subject, [0, 1, 2], modes=("offload", "full"))
+        problem = found.problem(4)
+        assert [stage.backward for stage in problem.stages] == backwards
+        assert chain.first_trained == trained
+        for stage in problem.stages[:trained]:
+            assert (stage.backward_input_us, stage.backward_weight_us, stage.activation_bytes) == (0, 0, 0)
+            assert (stage.offload, stage.modes) == (None, [])
+            assert stage.workspace_bytes.F > 0
+        solve(problem, "1f1b")  # verifies it
+
+
 @pytest.mark.parametrize("method", ["1f1b", "zb-h1", "ada-offload"])
 def test_bytes_are_the_meter_s_own_in_a_real_run(method: str) -> None:
     found, chain = measured(perceptron((WIDTH, 64, 32, WIDTH)), [0, 1, 2])
