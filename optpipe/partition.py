@@ -11,7 +11,13 @@ from typing import Any
 from optpipe.errors import InputError, Issue
 from optpipe.fields import MAX_NAME
 from optpipe.layers import HostCopies, Layer, LayerProfile
-from optpipe.mode_names import BLOCKS, WITH_OFFLOAD, parse_recomputed, without_offload, without_shorthand
+from optpipe.mode_names import (
+    WITH_OFFLOAD,
+    Recomputed,
+    is_shorthand,
+    parse_recomputed,
+    without_shorthand,
+)
 from optpipe.problem import Objective, Problem
 from optpipe.sequences import DECIMALS, slice_times_us
 from optpipe.stage import Workspace
@@ -182,7 +188,7 @@ def check_layer_modes(profile: LayerProfile, modes: Sequence[str], field: str) -
     """Raise InputError for a mode that does not follow from the costs of layers: parts of them, or of no layer."""
     for name in modes:
         recomputed = parse_recomputed(name)
-        if recomputed is None and without_offload(name) != BLOCKS:
+        if recomputed is None and not is_shorthand(name):
             detail = f"has {name!r}, but how layers leave in low precision is not known by layer. Maybe offload."
         elif recomputed and recomputed.part:
             detail = f"has {name!r}, but parts of layers have no costs of their own. Maybe selective."
@@ -209,8 +215,8 @@ def _modes(
         assert recomputed is not None, "checked before"
         if recomputed.whole:
             entry = _whole_stage(layers, scale, _rounded_up(received_bytes * scale))
-        elif blocks and blocks >= (recomputed.blocks or 0):
-            entry = _blocks(layers, scale, recomputed.blocks)
+        elif blocks and blocks >= max(recomputed.blocks or 0, recomputed.group):
+            entry = _blocks(layers, scale, recomputed)
         else:
             continue
         moved = entry.pop("moved_bytes")
@@ -238,29 +244,34 @@ def _whole_stage(layers: Sequence[Layer], scale: float, received_bytes: int) -> 
     }
 
 
-def _blocks(layers: Sequence[Layer], scale: float, count: int | None) -> dict[str, Any]:
-    """A mode in which the first `count` layers that can be (None: all) are recomputed one at a time.
+def _blocks(layers: Sequence[Layer], scale: float, recomputed: Recomputed) -> dict[str, Any]:
+    """A mode in which layers that can be are recomputed, one at a time or in groups.
 
-    While the backward is at a layer, those before it keep what the mode keeps, and of those behind it what W needs is
-    there, if B and W are apart.
+    While the backward is at a layer, those before it keep what the mode keeps, and those of its own group all; of those
+    behind it what W needs is there, if B and W are apart.
     """
-    kept, moved, recompute_us = [], 0, 0.0
-    for layer in layers:
-        again = layer.recomputation if count is None or count > 0 else None
-        if again is None:
-            kept.append(_rounded_up(layer.activation_bytes * scale))
-            moved += _rounded_up(layer.offload_bytes * scale)
-            continue
-        count = None if count is None else count - 1
-        kept.append(_rounded_up(again.kept_bytes * scale))
-        moved += _rounded_up(again.offload_bytes * scale)
-        own_us = layer.forward_us if again.recompute_us is None else again.recompute_us
-        recompute_us += scaled_us(layer, own_us, scale)
+    kept: list[int] = []
+    made: list[int] = []
+    of_group: list[int] = []
+    moved, recompute_us, blocks = 0, 0.0, 0
+    for before, layer in zip([None, *layers], layers, strict=False):
+        again = layer.recomputation if recomputed.blocks is None or blocks < recomputed.blocks else None
+        begins = again is None or blocks % recomputed.group == 0
+        blocks += again is not None
+        held = layer if again is None else again
+        stays = held.activation_bytes if isinstance(held, Layer) else held.kept_bytes
+        made_anew = 0 if begins or before is None else _rounded_up(before.output_bytes * scale)  # its input
+        kept.append(max(0, _rounded_up(stays * scale) - made_anew))
+        moved += max(0, _rounded_up(held.offload_bytes * scale) - made_anew)
+        made.append(_rounded_up(layer.activation_bytes * scale) - kept[-1])
+        of_group.append(made[-1] if begins else of_group[-1] + made[-1])
+        if again is not None:
+            own_us = layer.forward_us if again.recompute_us is None else again.recompute_us
+            recompute_us += scaled_us(layer, own_us, scale)
     segment = workspace = behind_bytes = for_weights = 0
-    for layer, stays in zip(reversed(layers), reversed(kept), strict=True):
-        made = _rounded_up(layer.activation_bytes * scale) - stays
-        segment = max(segment, made - behind_bytes + for_weights)
-        workspace = max(workspace, made - behind_bytes)
+    for layer, stays, own, alive in zip(*map(reversed, (layers, kept, made, of_group)), strict=True):
+        segment = max(segment, alive - behind_bytes + for_weights)
+        workspace = max(workspace, own - behind_bytes)
         behind_bytes += stays
         for_weights += _rounded_up(layer.backward_weight_bytes * scale)
     return {

@@ -135,7 +135,7 @@ def _megatron(problem: Problem) -> Iterator[tuple[list[str], str]]:
         elif recomputed.blocks is not None:
             yield [full, "--recompute-method block", f"--recompute-num-layers {recomputed.blocks}"], name
         elif not recomputed.part:
-            yield [full, "--recompute-method uniform", "--recompute-num-layers 1"], name
+            yield [full, "--recompute-method uniform", f"--recompute-num-layers {recomputed.group}"], name
         elif module := MEGATRON_MODULES.get(recomputed.part.rpartition(".")[2]):
             yield ["--recompute-granularity selective", f"--recompute-modules {module}"], name
 

@@ -16,11 +16,11 @@ import torch
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
 from optpipe.mode_names import (
-    BLOCKS,
     IN_LOW_PRECISION,
     OFFLOAD,
     SELECTIVE,
     WITH_OFFLOAD,
+    is_shorthand,
     without_offload,
     without_shorthand,
 )
@@ -407,7 +407,7 @@ def _modes_of(stage: Stage, blocks: int, modes: Sequence[str]) -> list[str]:
 def _of_no_stage(modes: Sequence[str], of_stages: Sequence[Sequence[str]]) -> str | None:
     """The first of the modes asked for that none of the stages has; None also if there are no stages."""
     found = {name for names in of_stages for name in names}
-    wanted = [name for name in modes if name not in (OFFLOAD, *IN_LOW_PRECISION) and without_offload(name) != BLOCKS]
+    wanted = [name for name in modes if name not in (OFFLOAD, *IN_LOW_PRECISION) and not is_shorthand(name)]
     return next((name for name in wanted if of_stages and without_offload(name) not in found), None)
 
 

@@ -242,10 +242,12 @@ def _parts_of(module: nn.Module, recomputed: Recomputed) -> list[tuple[str, nn.M
     blocks = blocks_of(module)
     if not blocks:
         raise TrainingError("has no blocks that could be recomputed one at a time. Maybe the mode 'full'.")
-    if recomputed.blocks is not None and recomputed.blocks > len(blocks):
+    most = max(recomputed.blocks or 0, recomputed.group)
+    if most > len(blocks):
         names = ", ".join(name or "the whole stage" for name, _ in blocks[:4])
+        at_once = " at a time" if recomputed.group > 1 else ""
         raise TrainingError(
-            f"has {len(blocks)} block(s) ({names}), but {recomputed.blocks} are to be recomputed. Maybe fewer."
+            f"has {len(blocks)} block(s) ({names}), but {most} are to be recomputed{at_once}. Maybe fewer."
         )
     blocks = blocks[: recomputed.blocks]
     if not recomputed.part:
@@ -268,10 +270,13 @@ RunningAgain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
 
 
 class Segments:
-    """Modules of a stage each of whose calls is recomputed by itself, in a context of `running_again`."""
+    """Modules of a stage each of whose calls is recomputed, in a context of `running_again`.
 
-    def __init__(self, parts: Sequence[tuple[str, nn.Module]], running_again: RunningAgain) -> None:
-        self._running_again = running_again
+    So many as a `group` has are recomputed together: what one of them hands to the next is made anew, and not kept.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, nn.Module]], running_again: RunningAgain, group: int = 1) -> None:
+        self._running_again, self._group = running_again, group
         self._parts = [(name, part, Replay(part), _place_of_call(part)) for name, part in parts]
 
     @contextmanager
@@ -290,24 +295,26 @@ class Segments:
         calls: list[Segment] = []
         versions: list[tuple[str, Tensor, int]] = []
 
-        def recording_calls(name: str, part: nn.Module, replay: Replay, place: str) -> Callable[..., Any]:
+        def recording_calls(number: int, name: str, part: nn.Module, replay: Replay, place: str) -> Callable[..., Any]:
             forward, compiled = getattr(part, place), compiled_part(part) is not None
 
             def record(*arguments: Any, **named: Any) -> Any:
                 if not torch.is_grad_enabled():
                     return forward(*arguments, **named)
                 call = Segment(part, forward, replay, self._running_again, device, generators(), compiled=compiled)
-                inputs = arguments, named
-                output = call.first(inputs, activations)
-                versions.extend((name, x.detach(), x._version) for x in leaves(inputs) if isinstance(x, Tensor))
+                follows = number % self._group and calls and calls[-1].block is blocks[number - 1]
+                hands_on = (number + 1) % self._group and number + 1 < len(blocks)
+                output = call.first((arguments, named), activations, calls[-1] if follows else None, bool(hands_on))
+                versions.extend((name, x.detach(), x._version) for x in call.kept((arguments, named)))
                 calls.append(call)
                 return output
 
             return record
 
+        blocks = [part for _, part, _, _ in self._parts]
         own = [part.__dict__.get(place) for _, part, _, place in self._parts]
-        for name, part, replay, place in self._parts:
-            part.__dict__[place] = recording_calls(name, part, replay, place)
+        for number, (name, part, replay, place) in enumerate(self._parts):
+            part.__dict__[place] = recording_calls(number, name, part, replay, place)
         try:
             yield calls
         finally:
@@ -329,7 +336,10 @@ def _place_of_call(part: nn.Module) -> str:
 
 
 class Segment:
-    """One call of `block`, from F until the backward has come to it. `compiled`: torch.compile has taken some of it."""
+    """One call of `block`, from F until the backward has come to it. `compiled`: torch.compile has taken some of it.
+
+    Of a group, each call is run again right behind the one `before` it, whose output it takes.
+    """
 
     def __init__(
         self,
@@ -355,13 +365,20 @@ class Segment:
         self._resolve: Callable[[Any], Tensor] = _itself
         self._count: int | None = None
         self._saved: list[Tensor | Rebuilt | None] | None = None
+        self._before: Segment | None = None
+        self._returned: list[tuple[weakref.ref[Tensor], int] | None] = []
+        self._handed_on: dict[int, Tensor | None] = {}
 
-    def first(self, inputs: Any, activations: ActivationStore | None) -> Any:
+    def first(
+        self, inputs: Any, activations: ActivationStore | None, before: Segment | None = None, hands_on: bool = False
+    ) -> Any:
         """Run the block on its positional and named arguments in F; of its tensors the input stays.
 
-        So does an output that autograd saves, since what follows keeps it too. Raises TrainingError if the block
-        changes its input, or differentiates.
+        So does an output that autograd saves, since what follows keeps it too, unless it `hands_on` to the next call of
+        a group. What the call `before` has returned does not stay, if it comes as it was. Raises TrainingError if the
+        block changes its input, or differentiates.
         """
+        taken = [before.number_of(part) if before else None for part in leaves(inputs)]
         hold: Callable[[Tensor], object] = activations.hold if activations else Tensor.detach
         self._resolve = activations.held if activations else _itself
         seen: list[tuple[weakref.ref[torch.UntypedStorage], _View] | None] = []
@@ -378,22 +395,51 @@ class Segment:
         self._count = len(seen)
         if self._compiled:
             self._graphs = _compiled_graphs(leaves(inputs), leaves(output))
+        if hands_on:
+            self._returned = [
+                (weakref.ref(part), part._version) if isinstance(part, Tensor) else None for part in leaves(output)
+            ]
         made = {storage_key(part): part for part in leaves(output) if type(part) in (Tensor, FakeTensor)}
-        for number, entry in enumerate(seen):
+        for number, entry in enumerate(() if hands_on else seen):
             if entry is not None and (storage := entry[0]()) is not None and storage._cdata in made:
                 self._outputs[number] = hold(entry[1].of(made[storage._cdata]))
         self._form = rebuild(inputs, [None] * len(leaves(inputs)))
         self._input = [
-            _Held(hold(part), part.requires_grad) if isinstance(part, Tensor) else part for part in leaves(inputs)
+            (_Held(hold(part), part.requires_grad) if place is None else _Made(place, part.requires_grad))
+            if isinstance(part, Tensor)
+            else part
+            for part, place in zip(leaves(inputs), taken, strict=True)
         ]
+        if before:
+            before._returned, before._handed_on = [], {place: None for place in taken if place is not None}
+            self._before = before if before._handed_on else None
         return output
+
+    def kept(self, inputs: Any) -> list[Tensor]:
+        """The tensors of its input that stay."""
+        parts = zip(leaves(inputs), self._input, strict=True)
+        return [part for part, held in parts if isinstance(held, _Held)]
+
+    def number_of(self, tensor: object) -> int | None:
+        """The place of a tensor among what the call has returned in F; None if it is none of it, or changed since."""
+        for number, entry in enumerate(self._returned):
+            if entry is not None and entry[0]() is tensor and entry[1] == tensor._version:  # type: ignore[union-attr]
+                return number
+        return None
 
     def recompute(self) -> None:
         """Run the block again on the same input, random numbers and buffers; what autograd saves is there then.
 
-        Layers split their backward as the weight gradients of the stage say at this time. Raises TrainingError if
-        autograd saves more or less than in F.
+        Before it, those of its group from which its input comes. Layers split their backward as the weight gradients of
+        the stage say at this time. Raises TrainingError if autograd saves more or less than in F.
         """
+        group = [self]
+        while (before := group[-1]._before) is not None and before._saved is None:
+            group.append(before)
+        for segment in reversed(group):
+            segment._recompute()
+
+    def _recompute(self) -> None:
         tensors: list[Tensor | Rebuilt | None] = []
 
         def pack(tensor: Tensor) -> int:
@@ -405,12 +451,9 @@ class Segment:
                 tensors.append(tensor.detach() if known is None else self._resolve(known))
             return len(tensors) - 1
 
-        received = [
-            self._resolve(part.description).detach().requires_grad_(part.requires_grad)
-            if isinstance(part, _Held)
-            else part
-            for part in self._input
-        ]
+        received = [self._received(part) for part in self._input]
+        if self._before is not None:
+            self._before._handed_on, self._before = {}, None
         arguments, named = rebuild(self._form, received)
         device, dtype, autocast = self._autocast
         with (
@@ -433,8 +476,20 @@ class Segment:
                 "at first. Maybe its forward depends on more than its input, buffers and random numbers."
             )
         self._replay.compare(self._sample, output)
+        returned = leaves(output)
+        self._handed_on = {number: returned[number].detach() for number in self._handed_on}
         self._saved = tensors
         self._form, self._input, self._outputs, self._buffers = None, [], {}, ()
+
+    def _received(self, part: Any) -> Any:
+        """A part of the block's input, as the block was given it."""
+        if isinstance(part, _Held):
+            return self._resolve(part.description).detach().requires_grad_(part.requires_grad)
+        if isinstance(part, _Made):
+            made = self._before._handed_on[part.number] if self._before else None
+            assert made is not None, "the call that returns it was run again just now"
+            return made.detach().requires_grad_(part.requires_grad)
+        return part
 
     def _unpack(self, number: int) -> Tensor:
         """Tensor that autograd saved under this number; the first one that is asked for makes all of them."""
@@ -470,6 +525,13 @@ class _Held(NamedTuple):
     """A tensor of a block's input: what describes it while it is held, and whether it had a gradient."""
 
     description: object
+    requires_grad: bool
+
+
+class _Made(NamedTuple):
+    """A tensor of a block's input that the call before it makes anew: its number among what that one returns."""
+
+    number: int
     requires_grad: bool
 
 

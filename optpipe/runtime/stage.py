@@ -240,7 +240,7 @@ class Stage:
             return self.forward_keeping_input
         name = without_offload(mode)
         if name not in self._segments:
-            self._segments[name] = Segments(parts_of(self.module, recomputed), self.running_again)
+            self._segments[name] = Segments(parts_of(self.module, recomputed), self.running_again, recomputed.group)
         return partial(self.forward_keeping_block_inputs, self._segments[name])
 
     def forward_keeping_input(

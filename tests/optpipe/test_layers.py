@@ -139,17 +139,29 @@ def test_memory_of_a_recomputed_stage_bounds_that_of_its_layers() -> None:
         for _ in range(rng.randint(1, 5)):
             held = rng.randint(1, 9)
             again = {"recomputation": {"kept_bytes": rng.randint(0, held)}} if rng.random() < 0.7 else {}
-            sizes = {"activation_bytes": held, "backward_weight_bytes": rng.randint(0, held), "offload_bytes": 0}
+            sizes = {
+                "output_bytes": 2,
+                "activation_bytes": held,
+                "backward_weight_bytes": rng.randint(0, held),
+                "offload_bytes": 0,
+            }
             layers.append(BLOCK | sizes | again)
         given = LayerProfile.from_data({"format": "optpipe.layers/1", "layers": layers})
-        problem = build_problem(given, Partition((len(layers),), (0,)), Batching(1, 1), modes=("selective",))
+        problem = build_problem(given, Partition((len(layers),), (0,)), Batching(1, 1), modes=("selective", "groups"))
         assert problem is not None
         for mode in problem.stages[0].modes:
-            each = given.each_layer
-            kept = [layer.recomputation.kept_bytes if layer.recomputation else layer.activation_bytes for layer in each]
+            each, group = given.each_layer, int(mode.name.removeprefix("selective-groups-").replace("selective", "1"))
+            blocks, kept, began = 0, [], []
+            for n, layer in enumerate(each):
+                begins = layer.recomputation is None or blocks % group == 0
+                blocks += layer.recomputation is not None
+                began.append(n if begins else began[-1])
+                stays = layer.recomputation.kept_bytes if layer.recomputation else layer.activation_bytes
+                kept.append(stays if begins else max(0, stays - each[n - 1].output_bytes))
             forward = [sum(kept[:n]) + layer.activation_bytes for n, layer in enumerate(each)]
+            alive = [sum(kept[:k]) + sum(of.activation_bytes for of in each[k : n + 1]) for n, k in enumerate(began)]
             behind = [sum(layer.backward_weight_bytes for layer in each[n + 1 :]) for n in range(len(each))]
-            backward = [of_layer + weights for of_layer, weights in zip(forward, behind, strict=True)]
+            backward = [of_layer + weights for of_layer, weights in zip(alive, behind, strict=True)]
             choice = problem.stages[0].choices[problem.stages[0].choice_numbers[mode.name]]
             assert choice.segment_bytes is not None
             assert choice.kept_bytes + choice.forward_workspace_bytes == max(sum(kept), *forward)

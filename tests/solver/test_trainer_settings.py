@@ -29,6 +29,7 @@ MODES = [
     {"name": "full", "kept_bytes": 1, "recompute_us": 1, "segment_bytes": 9},
     *BLOCKS,
     {"name": "selective", "kept_bytes": 2, "recompute_us": 1, "segment_bytes": 3},
+    {"name": "selective-groups-2", "kept_bytes": 1, "recompute_us": 1, "segment_bytes": 5},
     {"name": "selective:mlp", "kept_bytes": 6, "recompute_us": 0.5, "segment_bytes": 1},
     {"name": "ahead", "kept_bytes": 1, "recompute_us": 1},
 ]
@@ -56,6 +57,7 @@ def test_flags_of_megatron_and_what_a_step_takes_by_them() -> None:
     assert (found["full"].value_us, found["full"].peak_bytes) == ((M + P - 1) * 4, [13, 12, 11, 10])
     assert found["full"].bubble == pytest.approx(1 - 3 * M / ((M + P - 1) * 4))
     assert found["selective"].settings[1:] == ["--recompute-method uniform", "--recompute-num-layers 1"]
+    assert found["selective-groups-2"].settings[1:] == ["--recompute-method uniform", "--recompute-num-layers 2"]
     assert found["selective"].peak_bytes[0] == P * 2 + 8, "at the start of F a whole activation is there"
     assert found["selective-3"].settings[1:] == ["--recompute-method block", "--recompute-num-layers 3"]
     assert found["selective-3"].value_us == (M + P - 1) * 3.75

@@ -168,12 +168,12 @@ def test_modes_of_stages_from_measured_layers_are_those_of_measured_stages(cli: 
     layers, whole = tmp_path / "layers.json", tmp_path / "problem.json"
     options = (*QUICK, "--layers", 4, "--modes")
     assert cli("profile", *options, "selective", "--format", "layers", "-o", layers).code == 0
-    assert cli("profile", *options, "full,blocks", "--devices", 2, "-o", whole).code == 0
-    asked = parse_modes("full,blocks", "modes")
+    assert cli("profile", *options, "full,blocks,groups", "--devices", 2, "-o", whole).code == 0
+    asked = parse_modes("full,blocks,groups", "modes")
     summed = build_problem(LayerProfile.load(layers), Partition((2, 2), (0, 1)), Batching(1, 4), modes=asked)
     assert summed is not None
     for by_layers, measured in zip(summed.stages, Problem.load(whole).stages, strict=True):
-        assert [mode.name for mode in by_layers.modes] == ["full", "selective-1", "selective"]
+        assert [mode.name for mode in by_layers.modes] == ["full", "selective-1", "selective", "selective-groups-2"]
         assert by_layers.choice_numbers == measured.choice_numbers
         for one, other in zip(by_layers.modes, measured.modes, strict=True):
             assert one.kept_bytes == other.kept_bytes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import RunRanks
-from tests.recomputing import EXECUTABLE, random_executable, with_frozen
+from tests.recomputing import EXECUTABLE, SELECTIVE, random_executable, with_frozen
 from tests.sample import some
 
 pytestmark = pytest.mark.torchrun
@@ -28,7 +28,8 @@ def results(
     """Findings of each rank in each case."""
     for k, (placement, how) in enumerate(cases):
         splits = not how.get("compiled")
-        schedule = random_executable(placement, MICROBATCHES, k, EXECUTABLE, split_backward=splits)
+        modes = [how["mode"]] if "mode" in how else EXECUTABLE
+        schedule = random_executable(placement, MICROBATCHES, k, modes, split_backward=splits)
         schedule = with_frozen(schedule, how.get("frozen", 0))
         (folder / f"{k}.json").write_text(schedule.to_json())
     wanted = [{"name": str(k), "how": how} for k, (_, how) in enumerate(cases)]
@@ -80,6 +81,14 @@ def test_tensor_and_sequence_parallel(run_ranks: RunRanks, tmp_path: Path) -> No
     across = {"tensor": "sequence", "boundary": True}
     cases = [(V, {"tensor": "plain"}), (LOOP, {"tensor": "sequence"}), (V, across), (LOOP, across)]
     results(run_ranks, tmp_path, some(cases))
+
+
+def test_groups_of_blocks_under_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """What FSDP wraps is gathered for each block of a group that runs again."""
+    groups = SELECTIVE | {"name": "selective-groups-2"}
+    cases = [(LOOP, {"fsdp": "nested", "reshard": reshard, "mode": groups}) for reshard in (True, False)]
+    for found in results(run_ranks, tmp_path, cases):
+        assert any(ways for one in found for ways in one["recomputed"].values())
 
 
 def test_stages_without_a_backward(run_ranks: RunRanks, tmp_path: Path) -> None:

@@ -269,14 +269,17 @@ def layered() -> Subject:
 
 def test_selective_modes_are_measured_block_by_block() -> None:
     """A block holds GELU's input and output, 8 x 64 floats each, or its own input, 8 x 16."""
-    subject, asked = layered(), ["blocks", "full", "selective+offload", "selective-3"]
+    subject, asked = layered(), ["blocks", "full", "selective+offload", "selective-3", "groups"]
     chain = build_chain(subject, CPU, 4, [0, 1])
     problem = measure(subject, chain, [0, 1], CPU, 1, modes=asked, splits=False).problem(4)
     first, second = problem.stages
     assert [mode.name for mode in first.modes] == [
-        *("selective-1", "selective-2", "selective", "full", "selective+offload", "selective-3")
+        *("selective-1", "selective-2", "selective", "full", "selective+offload", "selective-3"),
+        *("selective-groups-2", "selective-groups-3"),
     ]
-    assert [mode.name for mode in second.modes] == ["selective-1", "selective", "full", "selective+offload"]
+    assert [mode.name for mode in second.modes] == [
+        *("selective-1", "selective", "full", "selective+offload", "selective-groups-2")
+    ]
     assert not first.split_backward
     block, message = 2 * ROWS * 64 * 4, ROWS * WIDTH * 4
     some = {mode.name: mode for mode in first.choices}
@@ -284,10 +287,14 @@ def test_selective_modes_are_measured_block_by_block() -> None:
     assert some["selective-1"].kept_bytes - some["selective-2"].kept_bytes == block
     assert some["selective-3"].kept_bytes == some["selective"].kept_bytes
     assert some["selective"].kept_bytes == 3 * message, "of the layer before them autograd keeps the batch alone"
+    assert [some[f"selective-groups-{group}"].kept_bytes for group in (2, 3)] == [2 * message, message]
     one, stage = some["selective"].segment_bytes, some["full"].segment_bytes
     assert one is not None
     assert stage is not None
-    assert 0.9 * block < one < 2 * block < stage
+    two, three = (some[f"selective-groups-{group}"].segment_bytes for group in (2, 3))
+    assert two is not None
+    assert three is not None
+    assert 0.9 * block < one < 2 * block < two < three <= stage
     assert some["selective+offload"].offload is not None
     assert some["selective+offload"].offload.bytes == 3 * message
 

@@ -16,7 +16,8 @@ from tests.optpipe.runtime.stages import F_B_W, F_BW, RECOMPUTED, Run, bytes_of_
 
 M, WIDTH = 3, 8
 MESSAGES = {i: torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(M)}
-MODES = ("selective", "selective-2", "selective:narrow", "selective:inner.2")
+GROUPS = ("selective-groups-2", "selective-groups-3")
+MODES = ("selective", "selective-2", "selective:narrow", "selective:inner.2", *GROUPS)
 
 
 class Block(nn.Module):
@@ -114,12 +115,23 @@ def test_inside_the_backward_there_is_one_block_at_a_time() -> None:
     assert inside[6] < one_block_stage_bytes("CBW", 6, "full")[2] / 2
 
 
-def test_what_stays_leaves_to_the_host_and_comes_back() -> None:
+def test_of_a_group_one_input_stays_and_all_of_it_is_there_inside_the_backward() -> None:
+    """Beside GELU's input and output, a block that runs again makes the next one's input."""
+    message, wide = 4 * WIDTH * 4, 4 * 4 * WIDTH * 4
+    found = {g: one_block_stage_bytes("CBW", 6, f"selective-groups-{g}") for g in (1, 2, 3, 6)}
+    assert found[1] == one_block_stage_bytes("CBW", 6, "selective")
+    for group, inputs in ((2, 3), (3, 2), (6, 1)):
+        assert found[1][0] - found[group][0] == (6 - inputs) * message
+        assert found[group][2] - found[1][2] == (group - 1) * (2 * wide + message)
+
+
+@pytest.mark.parametrize("mode", ["selective+offload", "selective-groups-2+offload"])
+def test_what_stays_leaves_to_the_host_and_comes_back(mode: str) -> None:
     stage, meter, slab = Stage(Model(plain=True)), MemoryMeter(), HostSlab()
     stage.begin_step()
     stage.zero_gradients()
     with meter, meter.on(0):
-        output = stage.forward_of("selective+offload")(0, MESSAGES[0].clone(), None, True, True)
+        output = stage.forward_of(mode)(0, MESSAGES[0].clone(), None, True, True)
         gradient = weighing(output)
         del output
         kept = meter.live_bytes[0]
@@ -146,6 +158,7 @@ def test_blocks_are_the_modules_of_the_outermost_lists_most_frequent_class() -> 
     ("mode", "reason"),
     [
         ("selective-4", r"has 3 block\(s\) \(blocks.0, blocks.1, blocks.2\), but 4 are"),
+        ("selective-groups-4", r"has 3 block\(s\) \(blocks.0, blocks.1, blocks.2\), but 4 are to be recomputed at a"),
         ("selective:wide", "has no module 'wide' in its block blocks.0, which has inner, narrow"),
         ("selective-0", "has no mode 'selective-0'. Maybe one of full, selective"),
         ("sparse", "has no mode 'sparse'"),

@@ -97,7 +97,11 @@ def values(run: Run) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("how", "mode"), [*((how, "full") for how in HOW), *((how, "selective") for how in HOW if how.startswith("blocks"))]
+    ("how", "mode"),
+    [
+        *((how, "full") for how in HOW),
+        *((how, mode) for how in HOW if how.startswith("blocks") for mode in ("selective", "selective-groups-2")),
+    ],
 )
 def test_recomputed_gradients_and_statistics_are_those_of_the_uncompiled_stage_that_keeps(how: str, mode: str) -> None:
     """With dropout; and with one graph each for all microbatches and ways: none is compiled anew."""

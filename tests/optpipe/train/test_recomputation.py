@@ -51,7 +51,7 @@ def test_gradients_are_the_plain_steps_and_peaks_are_as_planned(seed: int, tied:
         assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
 
 
-SELECTIVE = ("selective", "selective-2", "selective+offload")
+SELECTIVE = ("selective", "selective-2", "selective-groups-2", "selective+offload")
 
 
 @pytest.mark.parametrize(("mode", "backward"), some([*product(SELECTIVE, ("CBW", "CB W", "C BW"))]))
