@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from optpipe.document import Document
 from optpipe.fields import Bytes, Factor, Index, TimeUs, at_most, reject
 from optpipe.mode_names import KEPT, OFFLOAD
+
+WITHOUT_BACKWARD: dict[str, Any] = {
+    "backward": "none",
+    "backward_input_us": 0,
+    "backward_weight_us": 0,
+    "backward_weight_bytes": 0,
+    "offload": None,
+    "modes": [],
+}
+"""Fields of a stage before the first one with a parameter to train."""
 
 
 class Offload(Document):

@@ -157,6 +157,7 @@ class Recorder:
             gradient_bytes=sum(p.numel() * p.itemsize for p in gathered.values() if p.requires_grad),
             message_bytes=0 if stage.is_last else sent,
             splits=compiled_part(stage.submod) is None,
+            trained=any(parameter.requires_grad for parameter in stage.submod.parameters()),
             modes=self._modes(stage.stage_index),
         )
 

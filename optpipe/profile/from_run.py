@@ -20,6 +20,7 @@ from optpipe.mode_names import IN_LOW_PRECISION, OFFLOAD, WITH_OFFLOAD, without_
 from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.stage import WITHOUT_BACKWARD
 from optpipe.trace.record import Held, RankRecord, RecordedStage, Timed
 
 FIRST_BEFORE = {row.name: {kind for duty in row.duties if duty != "C" for kind in covering(duty)} for row in ROWS}
@@ -34,7 +35,8 @@ COPYING = (*COPIES, "RELEASE", "PREPARE")
 class RecordedCosts:
     """Costs of a stage: median times by kind of op or collective, bytes of a microbatch, and what replicas add.
 
-    `splits`: B and W can run apart. `modes`: entries of `stages[].modes`, by name, that the run had.
+    `splits`: B and W can run apart. `trained`: it has parameters to train. `modes`: entries of `stages[].modes`, by
+    name, that the run had.
     `estimated` says what the run had not and was put in its place.
     """
 
@@ -46,6 +48,7 @@ class RecordedCosts:
     parameter_bytes: int
     message_bytes: int
     splits: bool
+    trained: bool
     replica: ReplicaMemory
     modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     estimated: Sequence[str] = ()
@@ -87,6 +90,7 @@ class RecordedRun:
                 )
                 raise InputError([Issue("--modes", "not_recorded", detail)])
         budgets = self._budgets_bytes(memory_bytes, margin, reduce_every)
+        first_trained = next((s for s, costs in enumerate(self.stages) if costs.trained), 0)
         return Problem.from_data(
             {
                 "format": "optpipe.problem/1",
@@ -98,8 +102,10 @@ class RecordedRun:
                 or 0,
                 "devices": [{"memory_bytes": budget} for budget in budgets],
                 "stages": [
-                    {"device": device} | _stage(costs, recorded if modes is None else modes)
-                    for device, costs in zip(self.placement, self.stages, strict=True)
+                    {"device": device}
+                    | _stage(costs, recorded if modes is None else modes)
+                    | (WITHOUT_BACKWARD if s < first_trained else {})
+                    for s, (device, costs) in enumerate(zip(self.placement, self.stages, strict=True))
                 ],
                 "source": self.source[:2000],
             }
@@ -301,6 +307,7 @@ def _costs(record: RankRecord, number: int, messages: Mapping[int, int]) -> Reco
         stage.parameter_bytes,
         stage.message_bytes,
         stage.splits,
+        stage.trained,
         _replica(by_kind, stage.gathered_bytes, stage.gradient_bytes),
         modes,
         estimated,

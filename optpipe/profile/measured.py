@@ -45,6 +45,7 @@ from optpipe.runtime.recomputation import blocks_of
 from optpipe.runtime.slices import sequence_length, takes_slices
 from optpipe.runtime.stage import Stage
 from optpipe.sequences import SliceBy, slice_lengths
+from optpipe.stage import WITHOUT_BACKWARD
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam, all in the parameter's precision."""
@@ -448,8 +449,7 @@ def _memory_bytes(figures: StageFigures) -> dict[str, Any]:
 
 def _stage(figures: StageFigures, modes: Sequence[str]) -> dict[str, Any]:
     if figures.frozen:
-        none = {"backward": "none", "backward_input_us": 0, "backward_weight_us": 0, "backward_weight_bytes": 0}
-        return passes_us(figures.times) | _memory_bytes(figures) | none
+        return passes_us(figures.times) | _memory_bytes(figures) | WITHOUT_BACKWARD
     offload = _copies(figures, ("O", "R"), figures.sizes.offload_bytes) if OFFLOAD in modes else None
     stage = passes_us(figures.times) | _memory_bytes(figures) | {"offload": offload}
     lossy = {name: kinds_of_mode(name)[1:] for name in modes if name in IN_LOW_PRECISION}

@@ -117,8 +117,8 @@ class RecordedStage(Document):
     `parameter_bytes`: parameters and buffers as this rank keeps them, those that are trained four times (weight,
     gradient, two moments of Adam). What FSDP adds to them in a step: `gathered_bytes`, whole parameters that stay from
     the first F to the reduction, and `gradient_bytes`, whole gradients until they are reduced. `message_bytes`: what
-    one microbatch sends to the next stage. `splits`: B and W can run apart. `modes`: microbatches by the name of their
-    activation mode, those left out that are kept or offloaded whole.
+    one microbatch sends to the next stage. `splits`: B and W can run apart. `trained`: it has parameters to
+    train. `modes`: microbatches by the name of their activation mode, those left out that are kept or offloaded whole.
     """
 
     stage: Index
@@ -127,6 +127,7 @@ class RecordedStage(Document):
     gradient_bytes: Bytes
     message_bytes: Bytes
     splits: bool
+    trained: bool = True
     modes: dict[str, list[Index]] = Field(default_factory=dict)
 
 
