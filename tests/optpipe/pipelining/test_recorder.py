@@ -91,7 +91,7 @@ def test_the_command_writes_a_problem(run: Run, tmp_path: Path) -> None:
         assert all(mode.recompute_us > 0 and mode.segment_bytes for mode in stage.modes)
     table = CliRunner().invoke(command_line(), ["profile", *options, "--modes", "full"])
     assert "gather" in table.output
-    assert "stage 1, full: keeps 65,536 of" in table.output
+    assert "stage 1, full: keeps 64.0 KiB of" in table.output
     limited = Problem.load(path).stages[1]
     assert limited.offload is None
     assert [mode.name for mode in limited.modes] == ["full"]
