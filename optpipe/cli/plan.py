@@ -145,6 +145,7 @@ def command(
         typer.Option(
             help="Activation modes that recompute, for every layout, by commas: full (a stage from its input), "
             "selective (each layer from its own), selective-2 (the first two), blocks (selective with each number), "
+            "selective-groups-2 (two layers at a time), groups (each useful size), "
             "and +offload behind these. Default: none.",
             metavar="a,b",
         ),

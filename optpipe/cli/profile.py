@@ -167,7 +167,8 @@ def command(
             help="Ways to hold an activation beside keeping it, by commas: offload, offload-bf16 and offload-fp8 "
             "(copies in low precision, which change gradients), full (recompute the stage from its input), selective "
             "(each block from its own input), selective-2 (the first two), selective:mlp (a part of each), blocks "
-            "(selective with each number), and +offload behind full and these (what stays leaves). Default: offload."
+            "(selective with each number), selective-groups-2 (two blocks at a time), groups (each useful size), and "
+            "+offload behind full and these (what stays leaves). Default: offload."
         ),
     ] = None,
     fused_backward: Annotated[
