@@ -18,11 +18,6 @@ TIME_UNITS = (Unit("s", 1e6), Unit("ms", 1e3), Unit("µs", 1.0))
 MEMORY_UNITS = (Unit("TiB", 2.0**40), Unit("GiB", 2.0**30), Unit("MiB", 2.0**20), Unit("KiB", 2.0**10), Unit("B", 1.0))
 
 
-def us_text(time_us: float, decimals: int = 3) -> str:
-    """A time in microseconds with thousands separators; `decimals` apply unless it is an integer."""
-    return f"{number_text(time_us, decimals)} us"
-
-
 def number_text(value: float, decimals: int) -> str:
     """A number with thousands separators; `decimals` apply unless it is an integer."""
     return f"{value:,.{0 if float(value).is_integer() else decimals}f}"
@@ -56,9 +51,9 @@ def change_text(value: float, other: float) -> str:
     return "the same" if abs(share) < 0.0005 else f"{100 * share:+.1f} %"
 
 
-def difference_text(time_us: float) -> str:
+def difference_text(time_us: float, unit: Unit | None = None) -> str:
     """A difference of times, with its sign."""
-    return f"{'+' if time_us > 0 else ''}{time_text(time_us)}"
+    return f"{'+' if time_us > 0 else ''}{time_text(time_us, unit)}"
 
 
 def memory_unit(size_bytes: float) -> Unit:
@@ -72,7 +67,7 @@ def bytes_text(size_bytes: float, unit: Unit | None = None) -> str:
     return f"{_rounded(size_bytes / unit.size, 0 if unit.size == 1 else 3)} {unit.name}"
 
 
-def budget_text(used_bytes: int, budget_bytes: int | None) -> str:
+def budget_text(used_bytes: float, budget_bytes: int | None) -> str:
     """A size, its budget, and what is left of that or what is lacking."""
     if budget_bytes is None:
         return f"{bytes_text(used_bytes)}, no limit"
@@ -102,4 +97,4 @@ def _rounded(value: float, digits: int) -> str:
     if not value or math.isinf(value):
         return f"{value:z.0f}"
     whole_digits = math.floor(math.log10(abs(value))) + 1
-    return f"{value:,.{max(0, digits - max(1, whole_digits))}f}"
+    return f"{value:z,.{max(0, digits - max(1, whole_digits))}f}"

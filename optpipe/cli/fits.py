@@ -23,7 +23,7 @@ from optpipe.cli.strategy_options import (
     ShardingChoice,
     SoftwareName,
 )
-from optpipe.units import share_text
+from optpipe.units import budget_text, bytes_text, change_text, share_text, time_text
 
 if TYPE_CHECKING:
     from solver.layout.fitting import Rank
@@ -115,15 +115,14 @@ def command(
     fullest = max(ranks, key=lambda rank: rank.total)
     if fits:
         console.print(
-            f"fits: {fullest.total / GIB:.2f} of {capacity / GIB:.0f} GiB on the fullest rank, predicted step "
-            f"{job.seconds(strategy):.2f} s ({_error_text(job.error(strategy))})"
+            f"fits: {budget_text(fullest.total, capacity)}, on the fullest rank; predicted step "
+            f"{time_text(1e6 * job.seconds(strategy))} ({_error_text(job.error(strategy))})"
         )
         return 0
-    over = (fullest.total - capacity) / GIB
-    console.print(f"DOES NOT FIT: {over:.2f} GiB too much on pp rank {fullest.device}")
+    console.print(f"DOES NOT FIT: {bytes_text(fullest.total - capacity)} too much on pp rank {fullest.device}")
     if change:
-        slower = job.seconds(change[1]) / job.seconds(strategy) - 1
-        console.print(f"the cheapest change that fits: {change[0]} ({slower:+.1%} time)")
+        slower = change_text(job.seconds(change[1]), job.seconds(strategy))
+        console.print(f"the cheapest change that fits: {change[0]} ({slower} time)")
     else:
         console.print("no single change of it fits. Maybe more GPUs, or a larger --pp with --recompute full.")
     return 1

@@ -32,7 +32,7 @@ from optpipe.errors import InputError, Issue, NoSolutionError, shown
 from optpipe.files import check_writable, write_atomically
 from optpipe.mode_names import OFFLOAD, parse_modes
 from optpipe.placement import DEFAULT_PLACEMENTS, parse_placement
-from optpipe.units import share_text, us_text
+from optpipe.units import bytes_text, change_text, share_text, time_text, times_text
 
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
@@ -240,7 +240,7 @@ def command(
 ) -> int:
     """Choose how to cut, place and batch a model: every layout is rated, the promising ones are solved.
 
-    With --devices the costs are a profile's: the table shows which layout wins and why the others lose, and the
+    With --devices the costs are a profile's: the table shows the best layout and what the others lose, and the
     schedule of the best is ready for `optpipe train`. With --gpus they are computed from a model's name and a
     machine's: every legal strategy has a schedule, is beaten by its bound, or does not fit. Options such as --tp fix
     what may be chosen.
@@ -449,7 +449,7 @@ class _Imbalance:
 
     @classmethod
     def of(cls, profile: LayerProfile, schedule: Schedule, lengths: Lengths) -> _Imbalance:
-        """Time the published schedules of the layout that won."""
+        """Time the published schedules of the best layout."""
         from optpipe.sequences import evened, microbatch_factors
         from solver.layout.imbalance import best_published, published_in_orders, without_imbalance
 
@@ -476,10 +476,12 @@ class _Imbalance:
         """Print the table of orders and the order of the plan."""
         schedule, console = self.schedule, stdout()
         rows = table("order of the microbatches", "schedule", "step", "bubble", left=(0, 1))
-        for one in (*sorted(self.orders, key=lambda one: (one.name != "given", one.value_us)), *self.equal):
-            rows.add_row(one.name, one.method, us_text(one.value_us), share_text(one.bubble))
+        published = [*sorted(self.orders, key=lambda one: (one.name != "given", one.value_us)), *self.equal]
+        steps = times_text([*(one.value_us for one in published), schedule.value_us])
+        for one, step in zip(published, steps, strict=False):
+            rows.add_row(one.name, one.method, step, share_text(one.bubble))
         bubble = share_text(schedule.bubble_with_recomputation)
-        rows.add_row("this plan", schedule.method, us_text(schedule.value_us), bubble)
+        rows.add_row("this plan", schedule.method, steps[-1], bubble)
         console.print()
         console.print(rows)
         order = schedule.microbatch_order or range(schedule.problem.microbatches)
@@ -545,7 +547,7 @@ def _progress_printer(limits: Limits) -> OnJudged:
         (solved if one.solved else rated).add(one.candidate.name)
         if one.value_us < best_us:
             best_us = one.value_us
-            stderr().print(f"{us_text(one.value_us):>16}  {one.candidate.name}")
+            stderr().print(f"{time_text(one.value_us):>10}  {one.candidate.name}")
         elif limits.seconds > shown_s + LONG_S:
             stderr().print(f"{limits.seconds:.0f} s: {len(rated)} cuts rated, {len(solved)} solved")
         else:
@@ -621,8 +623,8 @@ def _what_is_known(judged: Sequence[Judged]) -> str:
     if least_us >= best_us * (1 - SAME):
         return f"{counts}; no cut of them has a shorter step"
     own_us = min(judged[0].bound_us, best_us)
-    return f"{counts}; bound of this cut {us_text(own_us)}" + (
-        f", of every cut {us_text(least_us)}, {1 - least_us / best_us:.1%} less" if least_us > 0 else ""
+    return f"{counts}; bound of this cut {time_text(own_us)}" + (
+        f", of every cut {time_text(least_us)} ({change_text(least_us, best_us)})" if least_us > 0 else ""
     )
 
 
@@ -630,14 +632,12 @@ def _reason(one: Judged, best: Judged) -> str:
     """The time that an alternative with a value loses to the best, and to what."""
     from solver.layout.why import losses_text, time_by_kind_us
 
-    if not best.value_us:
-        return one.why_not or f"{us_text(one.value_us)} slower"
-    slower = one.why_not or f"{one.value_us / best.value_us - 1:.1%} slower"
-    if one.schedule is None or best.schedule is None:
-        return slower
+    change = one.why_not or change_text(one.value_us, best.value_us)
+    if one.schedule is None or best.schedule is None or not best.value_us:
+        return change
     mine, others = time_by_kind_us(one.schedule), time_by_kind_us(best.schedule)
     lost = losses_text({kind: mine[kind] - others[kind] for kind in mine}, best.value_us)
-    return f"{slower}: {lost}" if lost else slower
+    return f"{change}: {lost}" if lost else change
 
 
 def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None) -> None:
@@ -647,28 +647,27 @@ def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None)
     sliced = ("slices",) if any(one.candidate.slices for one in judged) else ()
     choices = ("placement", "cut", "microbatch", *sliced, "offload")
     again = ("recomputed",) if any(one.recomputed for one in judged) else ()
-    rows = table(
-        *choices, "step", "sequences / s", "bubble", "peak bytes", "host bytes", *again, "", left=(0, 1), wraps=True
-    )
+    rows = table(*choices, "step", "sequences / s", "bubble", "peak", "host", *again, "", left=(0, 1), wraps=True)
     best = judged[0]
     shown = _best_and_named(judged)
     every, rated = _rated_choices(judged)
     complete = len(rated) == len(every)
-    for one in shown[:SHOWN]:
+    steps = times_text([one.value_us if one.value_us < float("inf") else None for one in shown[:SHOWN]])
+    for one, step in zip(shown, steps, strict=False):
         candidate, schedule = one.candidate, one.schedule
         size = f"{candidate.batching.microbatches} x {candidate.batching.microbatch_size}"
         figures, reason = ["-"] * (5 + len(again)), one.why_not
         if one.value_us < float("inf"):
             rate = "-" if one.sequences_per_s is None else f"{one.sequences_per_s:,.2f}"
-            figures[:2] = [us_text(one.value_us), rate]
+            figures[:2] = [step, rate]
             if schedule is not None:
-                figures[2:4] = [share_text(schedule.bubble), f"{schedule.largest_peak_bytes:,}"]
-                figures[4:] = [f"{one.host_peak_bytes:,}", *(f"{one.recomputed:,}" for _ in again)]
+                figures[2:4] = [share_text(schedule.bubble), bytes_text(schedule.largest_peak_bytes)]
+                figures[4:] = [bytes_text(one.host_peak_bytes), *(f"{one.recomputed:,}" for _ in again)]
             if one is not best:
                 reason = _reason(one, best)
         offload = "yes" if candidate.offload else "no"
         where = candidate.placement, candidate.cut, size, *(str(max(1, len(candidate.slices))) for _ in sliced)
-        first = "wins" if complete else "best of those rated"
+        first = "best" if complete else "best of those rated"
         rows.add_row(*where, offload, *figures, first if one is best else reason)
     console = stdout()
     console.print(rows)
@@ -684,10 +683,10 @@ def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None)
         console.print(f"for Megatron-LM: --pipeline-model-parallel-layout '{megatron}'")
     given = min((one for one in judged if one.candidate.cut == GIVEN), key=lambda one: one.value_us, default=None)
     if given is not None:
-        slower = f"{given.value_us / best.value_us - 1:+.1%} against the best" if given is not best else "the best"
-        bound = f"; at least {us_text(given.bound_us)} by any schedule" if given.bound_us else ""
+        change = f"{change_text(given.value_us, best.value_us)} against the best" if given is not best else "the best"
+        bound = f"; at least {time_text(given.bound_us)} by any schedule" if given.bound_us else ""
         console.print(
-            f"--layout takes {us_text(given.value_us)} by {given.schedule.method}, {slower}{bound}"
+            f"--layout takes {time_text(given.value_us)} by {given.schedule.method}, {change}{bound}"
             if given.schedule
             else f"--layout has no schedule: {given.why_not}"
         )

@@ -21,7 +21,7 @@ from optpipe.cli.console import (
 from optpipe.cli.plan_why import print_losses
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, make_folder, write_atomically
-from optpipe.units import share_text
+from optpipe.units import bytes_text, change_text, share_text, time_text, times_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +34,6 @@ SHOWN, FIRST = 12, 5
 """Most strategies in the table at the end, and in the first one."""
 MOST_RATED = 50
 """Most beaten strategies that are rated to say what one of them loses."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
         first = plan.ratings[0]
         if not plan.solved and not as_json:
             stderr().print(plan_table(plan, FIRST))
-        fastest = f"fastest {first.name}: {first.seconds:.2f} s" if first.end == "solved" else "none fits"
+        fastest = f"fastest {first.name}: {time_text(1e6 * first.seconds)}" if first.end == "solved" else "none fits"
         stderr().print(f"{len(plan.ratings):,} strategies rated; {fastest}")
 
     what = f"planning {job.model.name} on {question.gpus:,} GPUs for up to {time_limit:g} s"
@@ -172,7 +171,8 @@ def _print(plan: Plan, output: Path | None) -> None:
         return
     bound_s = min(one.bound_s for one in plan.ratings)
     console.print(
-        f"take {best.name}: {best.seconds:.2f} s a step; no strategy takes less than {bound_s:.2f} s by this cost model"
+        f"take {best.name}: {time_text(1e6 * best.seconds)} a step; no strategy takes less than "
+        f"{time_text(1e6 * bound_s)} by this cost model"
     )
     if not plan.error:
         console.print(f"nothing was measured on {plan.job.machine.name}: these are guesses from other machines")
@@ -190,18 +190,18 @@ def _print(plan: Plan, output: Path | None) -> None:
 
 def plan_table(plan: Plan, most: int) -> Table:
     """The fastest strategies, and the one to take."""
-    rows = table("strategy", "step s", "tokens/s/GPU", "MFU", "GiB", "lost to", "schedule")
+    rows = table("strategy", "step", "tokens/s/GPU", "MFU", "memory", "lost to", "schedule")
     rows.columns[-2].justify = rows.columns[-1].justify = "left"
     fastest = [one for one in plan.ratings[:most] if one.end == "solved"]
     if plan.best.end == "solved" and plan.best not in fastest:
         fastest.append(plan.best)
-    for one in fastest:
+    for one, step in zip(fastest, times_text([1e6 * one.seconds for one in fastest]), strict=True):
         rows.add_row(
             ("* " if one == plan.best else "  ") + one.name,
-            f"{one.seconds:.2f}",
+            step,
             f"{plan.tokens_per_s(one.seconds):,.0f}",
             share_text(plan.utilization(one.seconds)),
-            f"{one.memory_bytes / GIB:.0f}",
+            bytes_text(one.memory_bytes),
             _lost(plan, one),
             one.reason,
         )
@@ -232,6 +232,9 @@ def _print_why(plan: Plan, wanted: Mapping[str, Any]) -> None:
     if one.end != "solved":
         console.print(f"the best with {what} is {one.name}: {one.end.replace('_', ' ')}, {one.reason}")
         return
-    print_losses("seconds lost to", (one.name, rater.lost_s(one)), (best.name, rater.lost_s(best)), digits=2)
-    slower = one.seconds / best.seconds - 1
-    console.print(f"{one.name} takes {one.seconds:.2f} s, {best.name} {best.seconds:.2f} s: {slower:+.1%}")
+    mine, others = ({kind: 1e6 * lost_s for kind, lost_s in rater.lost_s(rated).items()} for rated in (one, best))
+    print_losses("lost to", (one.name, mine), (best.name, others))
+    change = change_text(one.seconds, best.seconds)
+    console.print(
+        f"{one.name} takes {time_text(1e6 * one.seconds)}, {best.name} {time_text(1e6 * best.seconds)}: {change}"
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from optpipe.cli.console import stdout, table
 from optpipe.errors import InputError, Issue, shown
 from optpipe.placement import parse_placement, placement
-from optpipe.units import us_text
+from optpipe.units import change_text, difference_text, time_text, time_unit
 
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from solver.layout.ranking import Judged
 
 Losses = tuple[str, Mapping[str, float]]
-"""Name of an alternative, and what it loses by kind."""
+"""Name of an alternative, and what it loses by kind, in us."""
 
 CHOICES: Mapping[str, Callable[[Candidate], str]] = {
     "placement": lambda one: one.placement,
@@ -30,14 +30,15 @@ CHOICES: Mapping[str, Callable[[Candidate], str]] = {
 """Choices of a layout by name, as their values are written."""
 
 
-def print_losses(header: str, one: Losses, best: Losses, digits: int) -> None:
+def print_losses(header: str, one: Losses, best: Losses) -> None:
     """Print what an alternative loses, first what it loses more than the best; nothing that neither loses."""
     (name, mine), (best_name, others) = one, best
     rows = table(header, name, best_name, "difference")
+    unit = time_unit(max([*mine.values(), *others.values()], default=0.0))
     for kind in sorted(mine, key=lambda kind: others[kind] - mine[kind]):
         if mine[kind] or others[kind]:
-            numbers = f"{mine[kind]:,.{digits}f}", f"{others[kind]:,.{digits}f}"
-            rows.add_row(kind, *numbers, f"{mine[kind] - others[kind]:+,.{digits}f}")
+            difference = difference_text(mine[kind] - others[kind], unit)
+            rows.add_row(kind, time_text(mine[kind], unit), time_text(others[kind], unit), difference)
     stdout().print(rows)
 
 
@@ -114,14 +115,14 @@ class AskedLayout:
         one = with_schedule(found[0])
         name, best_name = one.candidate.name, best.candidate.name
         if one.candidate is best.candidate:
-            console.print(f"the best with {what} is the best of all: {name}, {us_text(one.value_us)}")
+            console.print(f"the best with {what} is the best of all: {name}, {time_text(one.value_us)}")
             return
         end = one.end.replace("_", " ") if one.end else "no end"
         if one.schedule is None or best.schedule is None:
             console.print(f"the best with {what} is {name}: {end}, {one.why_not}")
             return
         losses = time_by_kind_us(one.schedule), time_by_kind_us(best.schedule)
-        print_losses("us of a step", (name, losses[0]), (best_name, losses[1]), digits=0)
-        slower = f"{one.value_us / best.value_us - 1:+.1%}" if best.value_us else "as long"
-        console.print(f"{name} takes {us_text(one.value_us)}, {best_name} {us_text(best.value_us)}: {slower}")
-        console.print(f"{end}: no schedule of this cut takes less than {us_text(one.bound_us)}")
+        print_losses("of a step", (name, losses[0]), (best_name, losses[1]))
+        change = change_text(one.value_us, best.value_us)
+        console.print(f"{name} takes {time_text(one.value_us)}, {best_name} {time_text(best.value_us)}: {change}")
+        console.print(f"{end}: no schedule of this cut takes less than {time_text(one.bound_us)}")

@@ -9,6 +9,7 @@ from optpipe.errors import InputError, Issue, shown
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
+from optpipe.units import change_text
 
 End = Literal["solved", "beaten", "does_not_fit"]
 """Solved: it has a value and a bound. Beaten: its bound is not below the best value. Or it does not fit."""
@@ -19,7 +20,7 @@ MOST_NAMED = 3
 
 def at_least_slower(bound: float, best: float) -> str:
     """Reason of an alternative that is beaten."""
-    return f"at least {bound / best - 1:.1%} slower" if best else "no faster"
+    return f"at least {change_text(bound, best)}" if best else "no faster"
 
 
 def losses_text(lost: Mapping[str, float], whole: float) -> str:

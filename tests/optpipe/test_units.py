@@ -19,7 +19,6 @@ from optpipe.units import (
     time_text,
     time_unit,
     times_text,
-    us_text,
 )
 
 
@@ -79,14 +78,6 @@ def test_shares(share: float, text: str) -> None:
 )
 def test_counts(count: int, name: str, text: str) -> None:
     assert count_text(count, name) == text
-
-
-@pytest.mark.parametrize(
-    ("time_us", "decimals", "text"),
-    [(1234.0, 3, "1,234 us"), (1234.5, 3, "1,234.500 us"), (0.25, 1, "0.2 us"), (10**12, 1, "1,000,000,000,000 us")],
-)
-def test_exact_times(time_us: float, decimals: int, text: str) -> None:
-    assert us_text(time_us, decimals) == text
 
 
 def test_exact_shares_have_two_decimals() -> None:

@@ -97,7 +97,7 @@ def test_nothing_fits(cli: Cli) -> None:
             "--schedule has 'foo' but must be of 1f1b, zb-h1, interleaved-1f1b, zb-v, v-half, v-min.",
         ),
         (("--devices", 4), "--devices has no meaning with --gpus"),
-        (("--plot", "plan.pdf"), "pictures end in .png, .svg, .html. Maybe name it plan.svg."),
+        (("--plot", "plan.bmp"), "pictures end in .png, .svg, .pdf, .html. Maybe name it plan.svg."),
         (("--objective", "device_span"), "--objective has no meaning with --gpus"),
         (("--offload", "yes"), "--offload is yes, but with --gpus strategies are rated without offload. Maybe"),
         (("--expert-imbalance", 1.25), "--expert-imbalance has no meaning here: llama-3.1-8b has no experts. Maybe"),
