@@ -43,7 +43,8 @@ def _ops(problem: Problem, rng: Random) -> list[Op]:
     fused = rng.random() < 0.5
     for s, stage in enumerate(problem.stages):
         for i in range(problem.microbatches):
-            backward = ["BW"] if fused and rng.random() < 0.5 else ["B", "W"]
+            whole = not stage.split_backward or (fused and rng.random() < 0.5)
+            backward = ["BW"] if whole else ["B", "W"]
             transfers = ["O", "R"] if stage.offload and rng.random() < 0.6 else []
             ops += [Op(kind, s, i) for kind in ["F", *backward, *transfers]]
     return ops
