@@ -16,8 +16,9 @@ ahead of the backward.
 
 Read are both forms that torch's schedule classes dump. Of the lowered one the actions that are no compute (sends,
 receives, gathers and reductions of FSDP) are left out. B with a W of the same stage and microbatch is the backward
-for the input, as torch once wrote it, otherwise the whole one. An OVERLAP_F_B counts as its two halves one after the
-other. A file has no costs: `read_torch_csv` takes those of a problem, or `OP_US` and `ACTIVATION_BYTES`.
+for the input, as torch once wrote it, otherwise the whole one. An OVERLAP_F_B is a block where the problem's `overlaps`
+have its stages, otherwise its two halves one after the other. A file has no costs: `read_torch_csv` takes those of a
+problem, or `OP_US` and `ACTIVATION_BYTES`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from optpipe.fields import MAX_NAME
 from optpipe.kinds import CODE, INSIDE, KIND, KIND_OF_TORCH, KINDS, PLAIN_BACKWARD, codes
 from optpipe.ops import Op, OpArray, Orders
 from optpipe.problem import Problem
-from optpipe.schedule import DevicePlan, Schedule
+from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from optpipe.trace.observed import observed_schedule
 from optpipe.worst_case_memory import worst_case_peak_bytes
@@ -150,11 +151,8 @@ def _recomputations(schedule: Schedule) -> Iterator[Issue]:
 
 def peak_bytes_without_offload(schedule: Schedule) -> Sequence[int]:
     """Worst-case peak of each device if every activation stays on it."""
-    return [_peak_bytes(schedule, device) for device in schedule.devices]
-
-
-def _peak_bytes(schedule: Schedule, device: DevicePlan) -> int:
-    return worst_case_peak_bytes(schedule.problem, (device.compute.ops, (), ()), {}, schedule.modes)
+    own, problem = schedule.orders, schedule.problem
+    return [worst_case_peak_bytes(problem, (one.compute, (), ()), {}, own.modes, own.blocks) for one in own.devices]
 
 
 def _empty_devices(schedule: Schedule) -> Iterator[Issue]:
@@ -174,7 +172,7 @@ def _offloads(schedule: Schedule) -> Iterator[Issue]:
                 ("devices", d, "offload"),
                 "offload",
                 f"has {len(device.offload)} ops, but torch's runtime has none for offload. Maybe drop them "
-                f"(--drop-offload) if the device has {_peak_bytes(schedule, device)} bytes (budget: "
+                f"(--drop-offload) if the device has {peak_bytes_without_offload(schedule)[d]} bytes (budget: "
                 f"{'no limit' if budget is None else f'{budget} bytes'}).",
             )
 
@@ -193,7 +191,7 @@ MAX_CSV_BYTES = 64 * 2**20
 class TorchSchedule:
     """A schedule read from a CSV, and what of the file it leaves out.
 
-    `dropped`: actions that are no compute. `overlapped`: pairs in one OVERLAP_F_B, here one after the other.
+    `dropped`: actions that are no compute. `overlapped`: pairs in one OVERLAP_F_B that are here one after the other.
     """
 
     schedule: Schedule
@@ -223,11 +221,17 @@ def read_torch_csv(content: bytes, source: str, problem: Problem | None = None) 
         problem = _uniform_problem(compute, source, microbatch_order)
     elif issues := [*_misfits(compute, problem, microbatch_order)]:
         raise InputError(issues[:MOST_ISSUES], source)
-    orders = replace(Orders.of_compute(compute), microbatch_order=microbatch_order)
+    pairs = [
+        ops[k : k + 2]
+        for rank, ops in zip(ranks, compute, strict=True)
+        for k in [k for k, action in enumerate(action for action in rank if action.op) if action.overlaps][::2]
+    ]
+    blocks = {first: last for first, last in pairs if problem.block_of_units_us(first, last) is not None}
+    orders = replace(Orders.of_compute(compute), microbatch_order=microbatch_order, blocks=blocks)
     return TorchSchedule(
         observed_schedule(problem, orders, "torch-csv"),
         dropped=sum(action.op is None for rank in ranks for action in rank),
-        overlapped=sum(action.overlaps for rank in ranks for action in rank) // 2,
+        overlapped=len(pairs) - len(blocks),
     )
 
 

@@ -28,7 +28,7 @@ from optpipe.errors import InputError, Issue
 from optpipe.kinds import KIND_OF_TORCH, STREAMS
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem
-from optpipe.schedule import PlannedOps, Schedule, named_modes
+from optpipe.schedule import PlannedOps, Schedule, named_modes, named_partners
 from optpipe.simulate import simulate
 from optpipe.trace.document import MAX_TRACE_BYTES, ActionRow, Part, Trace, assemble
 from optpipe.worst_case_memory import worst_case_peak_bytes
@@ -52,6 +52,7 @@ def observed_schedule(problem: Problem, orders: Orders, method: str) -> Schedule
     simulation = simulate(problem, orders)
     spans = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
     times = dict(zip(simulation.ops, spans, strict=True))
+    joined = {*orders.blocks.values()}  # these run with the op before them
     devices = []
     for d, device in enumerate(orders.devices):
         plan: dict[str, Any] = {
@@ -60,13 +61,15 @@ def observed_schedule(problem: Problem, orders: Orders, method: str) -> Schedule
                 [times[op][0] for op in ops],
                 [times[op][1] for op in ops],
                 modes=named_modes(problem, orders.modes, OpArray.of(ops)),
+                partners=named_partners(orders, OpArray.of(ops)),
             )
             for name, ops in zip(STREAMS, device.streams(), strict=True)
         }
-        busy_us = float(sum(times[op][1] - times[op][0] for op in device.compute))
+        busy_us = float(sum(times[op][1] - times[op][0] for op in device.compute if op not in joined))
         plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
         streams = device.compute, device.offload, device.reload
-        plan["peak_bytes_any_timing"] = worst_case_peak_bytes(problem, streams, orders.waits, orders.modes)
+        peak = worst_case_peak_bytes(problem, streams, orders.waits, orders.modes, orders.blocks)
+        plan["peak_bytes_any_timing"] = peak
         plan |= {
             "busy_us": busy_us,
             "bubble": max(0.0, 1 - busy_us / simulation.value_us) if simulation.value_us else 0.0,

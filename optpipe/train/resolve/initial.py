@@ -139,7 +139,7 @@ def limited_to_peaks(setting: Setting, schedule: Schedule, measured: Measured) -
     problem = arranged(setting.problem(measured), schedule)
     orders = schedule.orders_in(problem)
     streams = [(device.compute, device.offload, device.reload) for device in orders.devices]
-    peaks = [worst_case_peak_bytes(problem, own, orders.waits, orders.modes) for own in streams]
+    peaks = [worst_case_peak_bytes(problem, own, orders.waits, orders.modes, orders.blocks) for own in streams]
     with_messages = planned_peaks_bytes(compile_schedule(schedule), problem, message_bytes(problem, measured))
     limits = [max(pair) for pair in zip(peaks, with_messages, strict=True)]
     return replace(setting, limits_bytes=limits, reserved_bytes=[a - b for a, b in zip(limits, peaks, strict=True)])

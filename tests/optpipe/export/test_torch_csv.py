@@ -23,6 +23,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.build import build_schedule
+from solver.published.dualpipe_v import dualpipe_v
 from solver.published.seq1f1b import seq1f1b
 from tests.optpipe.plot.schedules import all_forwards_first, pair
 from tests.optpipe.runtime.schedules import random_schedule
@@ -287,6 +288,26 @@ def test_what_is_written_is_read_with_the_costs_of_its_problem(problem: Problem,
     found = read_torch_csv(text.encode(), "a.csv", schedule.problem).schedule
     assert [device.compute.ops for device in found.devices] == [device.compute.ops for device in schedule.devices]
     assert torch_csv(read_torch_csv(text.encode(), "a.csv").schedule) == text
+
+
+def test_blocks_are_written_and_read() -> None:
+    """In the cells of torch's own DualPipeV, which torch and we read; pairs that may be no block come apart."""
+    from torch.distributed.pipelining.schedules import _Action
+
+    pairs = [{"forward_stage": s, "backward_stage": 7 - s, "us": 25} for s in range(8)]
+    problem = uniform(4, 10, v_shape=True, transfer_us=0, overlaps=pairs)
+    schedule = build_schedule(problem, dualpipe_v(problem), 0.0, "dualpipe-v", 0.0)
+    text = torch_csv(schedule)
+    cells = [cell for line in text.splitlines() for cell in line.split(",")]
+    assert [str(_Action.from_str(cell)) for cell in cells] == cells
+    assert "(7F4;0B0)OVERLAP_F_B" in text.splitlines()[0]
+    assert sum(cell.endswith("OVERLAP_F_B") for cell in cells) == len(schedule.orders.blocks) == 41
+    found = read_torch_csv(text.encode(), "a.csv", problem)
+    assert found.schedule.orders.blocks == schedule.orders.blocks
+    assert (found.overlapped, found.schedule.value_us) == (0, schedule.value_us)
+    fewer = Problem.from_data(problem.to_data() | {"overlaps": pairs[:1]})
+    first = [forward for forward in schedule.orders.blocks if forward.stage == 0]
+    assert read_torch_csv(text.encode(), "a.csv", fewer).overlapped == 41 - len(first)
 
 
 def test_what_spreadsheets_and_editors_add_is_left_out() -> None:

@@ -13,8 +13,12 @@ from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import Program, compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import TrainingError
+from optpipe.problem import Problem
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline, Stage
 from optpipe.runtime.probe import StageSizes, measure_stage, with_measured_sizes
+from optpipe.schedule import Schedule
+from solver.blocks import joined_orders
+from solver.build import build_schedule
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, plain_gradients, specs, stages_of
 from tests.recomputing import random_executable, with_frozen
 
@@ -22,6 +26,16 @@ from tests.recomputing import random_executable, with_frozen
 def pipeline(program: Program, modules: list[nn.Module], *, gradient_scale: float = 1 / M) -> Pipeline:
     stages = stages_of(modules, gradient_scale=gradient_scale)
     return Pipeline(program, stages, range(len(program.devices)), Mailbox(), specs(len(modules)))
+
+
+def blocks_along_a_v() -> Schedule:
+    """Forwards and backwards along a V of which neighbours are blocks; they run one after the other here."""
+    fused = v_wave(2, M, fused=True)
+    pairs = [{"forward_stage": s, "backward_stage": b, "us": 20} for s in range(4) for b in (s, 3 - s)]
+    problem = Problem.from_data(fused.problem.to_data() | {"overlaps": pairs})
+    orders = joined_orders(problem, fused.orders)
+    assert orders.blocks
+    return build_schedule(problem, orders, 0.0, "joined", 0.0)
 
 
 EVERYTHING = [(s, i) for s in range(3) for i in range(M)]
@@ -36,6 +50,7 @@ SCHEDULES = {
     "the first and one behind a trained one are frozen": with_frozen(one_f_one_b(4, M), 1),
     "V, a chunk of each device is frozen": with_frozen(v_wave(2, M, moved=EVERYTHING), 2),
     "loop, the first chunk is frozen": with_frozen(random_executable([0, 1, 0, 1], M, 0), 1),
+    "V, blocks": blocks_along_a_v(),
 }
 FROZEN = {"the first and one behind a trained one are frozen": (0, 2)}
 
