@@ -197,14 +197,20 @@ class Box(NamedTuple):
 
 
 def boxes_on(problem: Problem, device: int, planned: PlannedOps, lane: Lane) -> list[Box]:
-    """Boxes of one stream, coloured by kind and shaded by the rank of their stage on the device."""
+    """Boxes of one stream, coloured by kind and shaded by the rank of their stage on the device.
+
+    Of a block the forward has the upper half of the lane, the backward the lower one.
+    """
     stages = problem.stages_of[device]
     rank = {stage: index for index, stage in enumerate(stages)}
     looks = {(op.kind, op.stage) for op in planned.ops}
     colours = {(kind, stage): op_colour(kind, rank.get(stage, 0), len(stages)) for kind, stage in looks}
+    lanes = [lane] * len(planned)
+    for k in planned.partners:
+        lanes[k] = Lane(lane.top if planned.ops[k].kind == "F" else lane.middle, lane.height / 2)
     return [
-        Box(start_us, end_us, op, lane, colours[op.kind, op.stage], problem.unit_name(op.microbatch))
-        for op, start_us, end_us in zip(planned.ops, planned.starts, planned.ends, strict=True)
+        Box(start_us, end_us, op, own_lane, colours[op.kind, op.stage], problem.unit_name(op.microbatch))
+        for op, start_us, end_us, own_lane in zip(planned.ops, planned.starts, planned.ends, lanes, strict=True)
     ]
 
 

@@ -20,6 +20,7 @@ from scipy.optimize import linprog
 from instances import uniform
 from optpipe.errors import DeadlockError, InputError, OrderError
 from optpipe.ops import DeviceOrders, Op, Orders, orders_from_data, orders_to_data
+from optpipe.plot.panel import Lane, boxes_on
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
 from optpipe.simulate import simulate
@@ -344,3 +345,9 @@ def test_orders_with_other_blocks_are_refused(blocks: dict[str, str], message: s
     parsed = {Op.parse(forward): Op.parse(backward) for forward, backward in blocks.items()}
     with pytest.raises(OrderError, match=message):
         simulate(schedule.problem, joined(schedule.orders, parsed))
+
+
+def test_a_picture_has_the_forward_of_a_block_above_its_backward() -> None:
+    schedule, lane = Schedule.from_data(example()), Lane(1.0, 0.5)
+    boxes = {str(box.op): box.lane for box in boxes_on(schedule.problem, 0, schedule.devices[0].compute, lane)}
+    assert (boxes["F0.1"], boxes["BW0.0"], boxes["BW0.2"]) == (Lane(1.0, 0.25), Lane(1.25, 0.25), lane)
