@@ -8,6 +8,7 @@ from pathlib import Path
 
 from examples.pictures import (
     any_timing,
+    blocks,
     budgets,
     front,
     objectives,
@@ -20,7 +21,7 @@ from examples.pictures import (
 from optpipe.plot.figure import encode, settings
 from optpipe.plot.panel import Panel
 
-MODULES = (front, passes, objectives, budgets, offload, recomputation, slices, placements, any_timing)
+MODULES = (front, passes, objectives, budgets, offload, recomputation, slices, blocks, placements, any_timing)
 PICTURES: Mapping[str, Callable[[], Panel]] = {
     name: draw for module in MODULES for name, draw in module.PICTURES.items()
 }
