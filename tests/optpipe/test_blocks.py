@@ -30,7 +30,7 @@ from solver.build import build_schedule
 from solver.cache import canonical_form
 from solver.process.channel import _pack, _unpack
 from tests import unit_oracle
-from tests.mode_oracle import needs
+from tests.mode_oracle import Key, needs
 from tests.random_plans import random_orders
 from tests.sample import examples
 
@@ -42,7 +42,7 @@ Data = dict[str, Any]
 def random_problem(rng: Random, microbatches: int = 4) -> Data:
     """One stage or two on each of up to two devices, with blocks of most pairs, factors, transfers and offload."""
     devices = rng.choice([[0], [0, 1], [0, 0], [0, 1, 1, 0], [0, 1, 0, 1]])
-    stages = [
+    stages: list[Data] = [
         {name: rng.randint(1, 6) for name in WORK}
         | {
             "device": device,
@@ -99,7 +99,7 @@ class Oracle:
     def __init__(self, data: Data, orders: Orders) -> None:
         self.task = {op: op for op in orders.ops()}
         self.task |= {backward: forward for forward, backward in orders.blocks.items()}
-        there = {tuple(op) for op in orders.ops()}
+        there: set[Key] = {(op.kind, op.stage, op.microbatch) for op in orders.ops()}
         last = len(data["stages"]) - 1
         names = {key: "offload" if ("O", *key[1:]) in there else "kept" for key in there}
         costs = {key: unit_oracle.cost(data, key[1], key[2], names[key], key[0]) for key in there}
