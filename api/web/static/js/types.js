@@ -52,6 +52,7 @@
  * @property {Kind} op
  * @property {number} stage
  * @property {number} microbatch
+ * @property {string} [with] the other op of a block
  * @property {number} start_us
  * @property {number} end_us
  * @property {string[]} [waits]

@@ -29,18 +29,39 @@ export function drawBoxes(context, scene, rows) {
   const { layout } = scene;
   const width = Math.round((layout.right - layout.left) * devicePixelRatio);
   const lanes = rows.flatMap((row) => row.device.lanes.map((lane, index) => ({ row, lane, strip: row.lanes[index] })));
-  const made = picture(width, lanes.length);
+  const lines = lanes.flatMap(({ row, lane, strip }) => halves(lane, strip).map((half) => ({ row, lane, ...half })));
+  const made = picture(width, lines.length);
   made.pixels.fill(toPixel(scene.theme.idle));
-  lanes.forEach(({ row, lane }, line) => {
+  lines.forEach(({ row, lane, without }, line) => {
     const pixels = made.pixels.subarray(line * width, (line + 1) * width);
-    paintLane(pixels, scene.time, lane, scene.looks[row.device.index].pixels);
+    paintLane(pixels, scene.time, lane, scene.looks[row.device.index].pixels, without);
   });
   const source = asSource(made);
   context.imageSmoothingEnabled = false;
-  lanes.forEach(({ strip }, line) => {
-    context.drawImage(source, 0, line, width, 1, layout.left, strip.top, layout.right - layout.left, strip.height);
+  lines.forEach(({ top, height }, line) => {
+    context.drawImage(source, 0, line, width, 1, layout.left, top, layout.right - layout.left, height);
   });
   for (const { row, lane, strip } of lanes) drawNumbers(context, scene, row, lane, strip);
+}
+
+/** @param {Lane} lane */
+const hasBlocks = (lane) => lane.ops.some((op) => op.with);
+
+/**
+ * The strip of a lane, or its upper and lower half where it has blocks: above without their backwards, below without
+ * their forwards.
+ *
+ * @param {Lane} lane
+ * @param {import("./layout.js").Strip} strip
+ * @returns {{top: number, height: number, without?: string}[]}
+ */
+function halves(lane, { top, height }) {
+  if (!hasBlocks(lane)) return [{ top, height }];
+  const upper = Math.round(height / 2);
+  return [
+    { top, height: upper, without: "BW" },
+    { top: top + upper, height: height - upper, without: "F" },
+  ];
 }
 
 /**
@@ -48,14 +69,16 @@ export function drawBoxes(context, scene, rows) {
  * @param {{fromUs: number, spanUs: number}} time in view
  * @param {Lane} lane
  * @param {Uint32Array} colours by look
+ * @param {string} [without] kind of the ops of blocks that are left out
  */
-export function paintLane(pixels, time, lane, colours) {
-  const { startUs, endUs, look } = lane;
+export function paintLane(pixels, time, lane, colours, without) {
+  const { startUs, endUs, look, ops } = lane;
   const width = pixels.length;
   const scale = width / time.spanUs;
   const roomForGap = ROOM_FOR_GAP_PX * devicePixelRatio;
   const gap = Math.round(devicePixelRatio);
   for (let index = Math.max(0, lastAtOrBefore(startUs, time.fromUs)); index < startUs.length; index += 1) {
+    if (without && ops[index].with && ops[index].op === without) continue;
     const begin = Math.round((startUs[index] - time.fromUs) * scale);
     if (begin >= width) return;
     const end = Math.round((endUs[index] - time.fromUs) * scale);
@@ -81,7 +104,7 @@ function drawNumbers(context, scene, row, lane, strip) {
   if (!sizes.some(Boolean)) return;
   const { problem } = scene.model.schedule;
   const { ink } = scene.looks[row.device.index];
-  const middle = strip.top + strip.height / 2 + 0.5;
+  const middles = { F: strip.height / 4, BW: (3 * strip.height) / 4 };
   context.textAlign = "center";
   context.textBaseline = "middle";
   let font = 0;
@@ -93,7 +116,9 @@ function drawNumbers(context, scene, row, lane, strip) {
     if (size !== font) context.font = `${(font = size)}px ${FONT}`;
     context.fillStyle = ink[lane.look[index]];
     const x = layout.left + ((start + lane.endUs[index]) / 2 - time.fromUs) * scale - 0.5;
-    context.fillText(unitName(problem, lane.ops[index].microbatch), x, middle);
+    const op = lane.ops[index];
+    const down = op.with ? middles[op.op === "F" ? "F" : "BW"] : strip.height / 2;
+    context.fillText(unitName(problem, op.microbatch), x, strip.top + down + 0.5);
   }
 }
 
@@ -106,7 +131,8 @@ function drawNumbers(context, scene, row, lane, strip) {
  * @param {number} pxPerUs
  */
 function numberSizes({ model }, lane, strip, pxPerUs) {
-  const largest = Math.min(LARGEST_NUMBER_PX[lane.stream], Math.floor(strip.height * 0.78));
+  const room = hasBlocks(lane) ? strip.height / 2 : strip.height;
+  const largest = Math.min(LARGEST_NUMBER_PX[lane.stream], Math.floor(room * 0.78));
   const { problem } = model.schedule;
   const digits = unitName(problem, problem.microbatches * sliceCount(problem) - 1).length;
   return lane.shortestUs.map((shortestUs) => {
