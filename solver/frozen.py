@@ -17,7 +17,7 @@ import numpy as np
 
 from optpipe.kinds import COPIES, codes, covering
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray
-from optpipe.problem import Problem
+from optpipe.problem import DirectedTransfer, Problem
 from optpipe.simulate import simulate
 from optpipe.stage import Stage
 from solver.bounds.lower_bound import lower_bound_us
@@ -35,12 +35,13 @@ def with_backwards(problem: Problem) -> Problem:
 def _with_backwards(problem: Problem) -> Problem:
     splits = any(stage.split_backward for stage in problem.stages if stage.backward == "full")
     stages = [stage if stage.backward == "full" else _costless(stage, splits) for stage in problem.stages]
-    delays = [
-        {"forward": forward, "backward": backward if problem.stages[s].backward == "full" else 0}
-        for s, (forward, backward) in enumerate(zip(problem.forward_delay_us, problem.backward_delay_us, strict=True))
+    delays_us = [
+        DirectedTransfer.model_construct(forward=forward, backward=backward if stage.backward == "full" else 0)
+        for stage, forward, backward in zip(
+            problem.stages[:-1], problem.forward_delay_us, problem.backward_delay_us, strict=True
+        )
     ]
-    data = problem.to_data() | {"stages": [stage.to_data() for stage in stages], "transfer_us": delays or 0}
-    return Problem.from_data(data)
+    return problem.replaced(stages=stages, transfer_us=delays_us)
 
 
 def _costless(stage: Stage, splits: bool) -> Stage:
