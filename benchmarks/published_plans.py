@@ -30,7 +30,7 @@ COLUMNS = """`published`: strategy and seconds of its source, and what they are 
 all legal strategies in 16 bits by the same cost model, each with a published schedule. `plan`: the fastest strategy
 after the search; `less`: by how much it is faster than the published one, both predicted; `gap`: no strategy is faster
 than the plan by more. A difference below the machine's error is a tie. Experts are predicted less well than dense
-models ([accuracy](accuracy.md)), and few published steps shard weights (`fsdp`): such rows say where to look."""
+models ([accuracy](../accuracy.md)), and few published steps shard weights (`fsdp`): such rows say where to look."""
 
 
 def measure_plans(size: Size, _pictures: Path) -> str:

@@ -104,7 +104,7 @@ def zb_auto_of_whole_forwards(problem: Problem) -> Orders:
     return zb_auto(problem, forwards_before_first_backward(problem) or None)
 
 
-WITHOUT_KERNELS = ("1f1b", "gpipe", "seq1f1b", "slimpipe", "zb-h1", "zb-h2", "gis", "interleaved-1f1b")
+WITHOUT_KERNELS = ("1f1b", "gpipe", "seq1f1b", "slimpipe", "zb-h1", "zb-h2", "gis", "interleaved-1f1b", "dualpipe-v")
 """Published schedules made without a compiled kernel, within a tenth of a second each for 400,000 ops."""
 
 WITH_KERNELS = (

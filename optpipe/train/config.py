@@ -49,7 +49,7 @@ MAX_NUMBER = 10**30
 MAX_SEED = 2**63 - 1
 WARM_UP_STEPS = 3
 """Steps trained before one is recorded, if the run has as many: the first take longer, threads start, memory is got."""
-PICTURES = (".png", ".svg", ".html")
+PICTURES = (".png", ".svg", ".pdf", ".html")
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 

@@ -183,7 +183,7 @@ def test_files_are_recognized(client: Client) -> None:
 
 def test_a_torch_csv_takes_the_costs_of_a_problem(client: Client) -> None:
     found = recognized(client, "ranks.csv", TORCH_ROWS)
-    assert "taken are 1,000 µs for each F, B and W" in found["notes"][1]
+    assert "taken are 1.000 ms for each F, B and W" in found["notes"][1]
     costs = uniform(2, 2, budget=8)
     found = recognized(client, "ranks.csv", TORCH_ROWS, problem=costs.to_data())
     assert found["notes"] == ["The verifier finds nothing wrong."]

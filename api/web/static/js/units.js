@@ -24,12 +24,12 @@ const NO_BREAK_SPACE = "\u00a0";
 export const NONE = "–";
 
 /**
- * The largest unit of which `spanUs` holds at least two.
+ * The largest unit of which `spanUs` holds at least one.
  *
  * @param {number} spanUs
  */
 export function timeUnit(spanUs) {
-  return fitting(TIME_UNITS, spanUs, 2);
+  return fitting(TIME_UNITS, Math.abs(spanUs));
 }
 
 /**
@@ -50,7 +50,7 @@ export function timeText(timeUs, unit) {
  * @param {number} sizeBytes
  */
 export function memoryUnit(sizeBytes) {
-  return fitting(MEMORY_UNITS, sizeBytes, 1);
+  return fitting(MEMORY_UNITS, sizeBytes);
 }
 
 /**
@@ -91,10 +91,9 @@ export function countText(count, noun, plural = `${noun}s`) {
 /**
  * @param {Unit[]} units
  * @param {number} amount
- * @param {number} least
  */
-function fitting(units, amount, least) {
-  return units.find((unit) => amount >= least * unit.size) ?? units[units.length - 1];
+function fitting(units, amount) {
+  return units.find((unit) => amount >= unit.size) ?? units[units.length - 1];
 }
 
 /**
@@ -102,7 +101,7 @@ function fitting(units, amount, least) {
  * @param {number} digits
  */
 function rounded(value, digits) {
-  const whole = value ? Math.floor(Math.log10(Math.abs(value))) + 1 : 1;
+  const whole = value ? Math.floor(Math.log10(Math.abs(value))) + 1 : digits;
   const decimals = Math.max(0, digits - Math.max(1, whole));
   return value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
 }
