@@ -19,7 +19,7 @@ COMPONENTS = {
     ),
     "start": (
         *("gpipe", "1f1b", "interleaved-1f1b", "seq1f1b", "slimpipe", "zb-h1", "zb-h2", "zb-auto", "zb-v"),
-        *("v-min", "v-half", "v-zb", "gis", "gis-h", "po-h", "po-f", "ada-offload"),
+        *("v-min", "v-half", "v-zb", "gis", "gis-h", "po-h", "po-f", "dualpipe-v", "ada-offload"),
         *("repeated", "unfilled", "even-warm-up", "within-memory", "by-stage", "in-order", "first-lists", "floor"),
     ),
 }

@@ -57,7 +57,7 @@ def refusal(cli: Cli, *arguments: object) -> str:
         ("[optimizer]\nname = 'sgd'\nbeta2 = 0.9", "optimizer.beta2 is 0.9, but sgd has no second moment. Maybe"),
         ("[checkpoints]\nresume = 'must'", "checkpoints.resume is 'must', but folder does not say from where. Maybe"),
         ("[checkpoints]\nkeep = 0", "checkpoints.keep is 0 but must be from 1 to 1000000."),
-        ("[output]\nplot = 'run.jpg'", "run.jpg' but must end in .png, .svg, .html."),
+        ("[output]\nplot = 'run.jpg'", "run.jpg' but must end in .png, .svg, .pdf, .html."),
         (
             "[output]\ntrace_step = 20\ntrace = 't.json'",
             "output.trace_step is 20 but must be from 0 to 19: the run has",
@@ -90,7 +90,7 @@ def test_files(cli: Cli, quick_schedule_file: Path, tmp_path: Path, text: str, m
         (("--optimizer", "adam"), "--optimizer is 'adam' but must be one of adamw, sgd, or package"),
         (("--memory", "much"), "'much' is not a size. Maybe write it as 8GiB or 512M"),
         (("--checkpoint-every", "0"), "--checkpoint-every is 0 but must be at least 1."),
-        (("--plot", "run.jpg"), "--plot is 'run.jpg' but must end in .png, .svg, .html."),
+        (("--plot", "run.jpg"), "--plot is 'run.jpg' but must end in .png, .svg, .pdf, .html."),
         (("--plot", "README.md/run.png"), "README.md is a file, not a folder."),
         (("--checkpoint", "README.md"), "--checkpoint is 'README.md', but README.md is a file. Maybe name another"),
         (("--checkpoint", "README.md/x/y"), "--checkpoint is 'README.md/x/y', but README.md is a file. Maybe name"),
