@@ -266,7 +266,7 @@ def _print(one: Table) -> None:
 
 
 def _least_left(schedule: Schedule) -> str:
-    """What is left of the budget on the device that has least left."""
+    """Rest of the budget on the device that has least left."""
     left = [
         budget.memory_bytes - device.peak_bytes_any_timing
         for device, budget in zip(schedule.devices, schedule.problem.devices, strict=True)

@@ -84,7 +84,7 @@ def test_tensor_and_sequence_parallel(run_ranks: RunRanks, tmp_path: Path) -> No
 
 
 def test_groups_of_blocks_under_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """What FSDP wraps is gathered for each block of a group that runs again."""
+    """Parts that FSDP wraps are gathered for each block of a group that runs again."""
     groups = SELECTIVE | {"name": "selective-groups-2"}
     cases = [(LOOP, {"fsdp": "nested", "reshard": reshard, "mode": groups}) for reshard in (True, False)]
     for found in results(run_ranks, tmp_path, cases):
