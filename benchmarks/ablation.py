@@ -85,6 +85,7 @@ CODE: dict[str, Sequence[str]] = {
     **{name: [f"{PUBLISHED}seq1f1b.py"] for name in ("seq1f1b", "slimpipe")},
     "zb-auto": [f"{PUBLISHED}zb_auto.py"],
     "zb-v": [f"{PUBLISHED}zb_v.py"],
+    "dualpipe-v": [f"{PUBLISHED}dualpipe_v.py"],
     **{name: [f"{PUBLISHED}v_family.py"] for name in ("v-min", "v-half", "v-zb", "unfilled")},
     **{name: [f"{PUBLISHED}pipe_offload.py"] for name in ("gis", "gis-h", "po-h", "po-f")},
     "ada-offload": [f"{PUBLISHED}ada_offload.py"],

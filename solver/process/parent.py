@@ -119,8 +119,9 @@ def solve_in_child(
     with child or Child() as running:
         refuse_beyond_verification(problem, limits.time_limit_s)
         Thread(target=load_verifier, name="load", daemon=True).start()
-        search = _Solve(running, problem, limits, memory_limit_bytes, on_event or (lambda _: None), feed or Feed())
-        return search.result(method, starts)
+        on_event = on_event or (lambda _: None)
+        search = _Solve(running, problem, limits, memory_limit_bytes, on_event, feed or Feed(), method)
+        return search.result(starts)
 
 
 def verification_s(problem: Problem) -> float:
@@ -214,9 +215,10 @@ class _Solve(Watch):
         memory_limit_bytes: int | None,
         on_event: OnEvent,
         feed: Feed,
+        method: str,
     ) -> None:
         super().__init__(child, limits, memory_limit_bytes, on_event)
-        self.problem = problem
+        self.problem, self.method = problem, method
         self.on_event = on_event
         self.feed = feed
         self.best = Solution()
@@ -229,12 +231,12 @@ class _Solve(Watch):
         self.waited_s = 0.0
         self.slower = 1.0
         self.waited_before_s = child.kept_waiting_s
-        self.fallback = Fallback(problem, limits)
+        self.fallback = Fallback(problem, limits, method)
 
-    def result(self, method: str, starts: Sequence[Orders]) -> ChildResult:
+    def result(self, starts: Sequence[Orders]) -> ChildResult:
         """Let the child search, watch it to its end, then verify the best that it found."""
         limits = replace(self.limits, time_limit_s=self.search_s)
-        self.child.say(channel.request_message(self.problem, method, limits, starts))
+        self.child.say(channel.request_message(self.problem, self.method, limits, starts))
         self.watch()
         if self.stop_reason == "time" and self.best.orders is None:
             self._wait_for_fallback()
@@ -349,7 +351,10 @@ class _Solve(Watch):
         """Ended from outside before anything was found: the floor if it fits and one waits."""
         from solver.serial import known_budgets_bytes, serial_orders
 
-        floor = serial_orders(self.problem) if limit != "interrupted" else None
+        if self.fallback.error:
+            raise self.fallback.error
+        no_floor = limit == "interrupted" or _is_published(self.method)
+        floor = None if no_floor else serial_orders(self.problem)
         if floor is not None:
             solution = Solution(floor, float("inf"), self.fallback.best.bound_us, "floor")
             schedule = solution.to_schedule(self.problem, self.limits.seconds)
@@ -366,12 +371,23 @@ class _Solve(Watch):
         return ChildResult(None, "no_solution", limit, NoSolutionError(text))
 
 
-class Fallback:
-    """The best published schedule of a problem, made in a thread; `best` as it goes."""
+def _is_published(method: str) -> bool:
+    """True for a published schedule: what is made here in its stead must be the same one."""
+    from solver.methods import METHODS
 
-    def __init__(self, problem: Problem, limits: Limits) -> None:
+    return method in METHODS and METHODS[method].orders is not None
+
+
+class Fallback:
+    """The published schedule that was asked for, or the best one for a search; made in a thread, `best` as it goes.
+
+    `error`: why the one that was asked for cannot be made.
+    """
+
+    def __init__(self, problem: Problem, limits: Limits, method: str = "auto") -> None:
         self.best = Solution()
-        self._problem = problem
+        self.error: OptPipeError | None = None
+        self._problem, self._method = problem, method
         self._limits = replace(limits, cancel=Cancel())
         self._thread: Thread | None = None
 
@@ -397,17 +413,25 @@ class Fallback:
 
     def make(self) -> None:
         """Make the bound, and then the schedules, one after another."""
+        from solver.frozen import solution_without_backwards, with_backwards
         from solver.serial import with_statable_peaks
+        from solver.solve import search
         from solver.strategy import SharedIncumbent
         from solver.warm_starts import offer_published
 
+        if _is_published(self._method):
+            try:
+                self.best = search(self._problem, self._method, self._limits)
+            except OptPipeError as error:
+                self.error = error
+            return
         try:
-            problem = with_statable_peaks(self._problem)
+            problem = with_statable_peaks(with_backwards(self._problem))
         except InputError:  # which is the child's answer
             return
 
         def keep(progress: Progress) -> None:
-            self.best = progress.solution
+            self.best = solution_without_backwards(self._problem, progress.solution)
 
         shared = SharedIncumbent(problem, self._limits, keep)
         self.best = shared.best

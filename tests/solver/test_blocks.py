@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe.errors import DeadlockError, OrderError
+from optpipe.errors import DeadlockError, MethodError, OrderError
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -98,3 +98,11 @@ def test_a_search_is_never_worse_than_dualpipe_v_and_needs_less_memory(budget: i
     assert schedule.value_us <= published_us or budget == 6
     assert max(device.peak_bytes_any_timing for device in schedule.devices) <= (budget or 99)
     assert schedule.orders.blocks or budget == 6
+
+
+def test_slices_are_solved_without_dualpipe_v() -> None:
+    """Its order runs microbatches whole; the searches join the units of slices."""
+    problem = v_blocks(2, 4, 2, slices={"count": 2})
+    with pytest.raises(MethodError, match=r"slices\.count is 2"):
+        dualpipe_v(problem)
+    assert verify(solve(problem, "auto", Limits(2, workers=1))).ok

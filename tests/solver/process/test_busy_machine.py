@@ -12,11 +12,14 @@ from threading import Timer
 import pytest
 
 from instances import uniform
+from optpipe.errors import MethodError
+from optpipe.problem import Problem
 from solver.limits import Limits
 from solver.process import Child, Heartbeat, parent, solve_in_child
 from solver.process.channel import CANCEL, kept_waiting_s
 from solver.scale import count_ops
 from solver.solution import Progress
+from solver.solve import solve
 from tests.clock import Clock
 from tests.solver.process.slow_start import LOADS_S
 
@@ -104,6 +107,32 @@ def test_an_answer_waits_for_the_first_published_schedule(monkeypatch: pytest.Mo
     monkeypatch.setattr(parent.Fallback, "make", make_late)
     with Child("tests.solver.process.asleep") as child:
         result = solve_in_child(PROBLEM, "auto", limits, child=child)
+    assert result.schedule is not None
+    assert result.schedule.method != "floor"
+
+
+def test_a_published_schedule_that_was_asked_for_is_no_other() -> None:
+    """A child that brings nothing in time leaves the parent to make that one, though others are shorter."""
+    problem = uniform(4, 8)
+    with Child("tests.solver.process.asleep") as child:
+        result = solve_in_child(problem, "gpipe", Limits(0.5, workers=1), child=child)
+    assert result.schedule is not None
+    assert result.schedule.method == "gpipe"
+    assert result.schedule.value_us == solve(problem, "gpipe").value_us
+
+
+def test_nothing_stands_in_for_a_published_schedule_that_does_not_fit() -> None:
+    with Child("tests.solver.process.asleep") as child, pytest.raises(MethodError, match="gpipe needs"):
+        solve_in_child(uniform(3, 6, budget=3), "gpipe", Limits(0.5, workers=1), child=child)
+
+
+def test_the_parent_makes_schedules_of_stages_without_a_backward() -> None:
+    data = uniform(3, 6, budget=5).to_data()
+    none = {"backward_input_us": 0, "backward_weight_us": 0, "backward_weight_bytes": 0, "activation_bytes": 0}
+    for stage in data["stages"][:2]:
+        stage.update(none, backward="none")
+    with Child("tests.solver.process.asleep") as child:
+        result = solve_in_child(Problem.from_data(data), "auto", Limits(0.5, workers=1), child=child)
     assert result.schedule is not None
     assert result.schedule.method != "floor"
 
