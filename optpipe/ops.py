@@ -15,21 +15,31 @@ from typing import Any, NamedTuple, Self, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from optpipe.kinds import CODE, KIND, KINDS, StreamName
+from optpipe.kinds import CODE, KIND, KINDS, STREAM_OF_KIND, StreamName
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_OP = rf"({'|'.join(KINDS)})(0|[1-9]\d{{0,6}})\.(0|[1-9]\d{{0,6}})"
+MAX_PASS_NAME = 8
+"""Most letters of the name of a spread pass: capital letters, and no kind of op."""
+
+PASS_NAME = f"^[A-Z]{{1,{MAX_PASS_NAME}}}$"
+"""Pattern of the name of a spread pass."""
+
+_OP = rf"([A-Z]{{1,{MAX_PASS_NAME}}})(0|[1-9]\d{{0,6}})\.(0|[1-9]\d{{0,6}})"
 _NAME = re.compile(_OP, re.ASCII)
 _NAMES = re.compile(f"(?:{_OP}(?: {_OP})*+)?", re.ASCII)
+_PASS = re.compile(PASS_NAME, re.ASCII)
 _DOTS_AS_SPACES = bytes.maketrans(b".", b" ")
-_LETTERS = "".join(KINDS).encode()
+_LETTERS = bytes(range(ord("A"), ord("Z") + 1))
 
 
 class Op(NamedTuple):
-    """One op: its kind (one of KINDS), stage and microbatch. Written as ``B2.7``."""
+    """One op: its kind (one of KINDS), stage and microbatch. Written as ``B2.7``.
+
+    The kind of a spread pass is its name, and its stage the number of the device.
+    """
 
     kind: str
     stage: int
@@ -49,7 +59,7 @@ class Op(NamedTuple):
     @property
     def stream(self) -> StreamName:
         """Stream of the device that runs this op."""
-        return KIND[self.kind].stream
+        return KIND[self.kind].stream if self.kind in KIND else "compute"
 
 
 def is_op_name(text: str) -> bool:
@@ -64,26 +74,36 @@ def _no_name(text: str) -> ValueError:
 class OpArray(Sequence[Op]):
     """Ops as three columns of equal length: `kind` (index into KINDS), `stage` and `microbatch`.
 
-    Reads like a list of Op. The columns must not be modified.
+    Behind the kinds come `passes`, the names of spread passes, whose `stage` is a device. Reads like a list of Op. The
+    columns must not be modified.
     """
 
-    def __init__(self, kind: ArrayLike, stage: ArrayLike, microbatch: ArrayLike) -> None:
+    def __init__(self, kind: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, passes: Sequence[str] = ()) -> None:
         self.kind: Ints = np.asarray(kind, np.int64)
         self.stage: Ints = np.asarray(stage, np.int64)
         self.microbatch: Ints = np.asarray(microbatch, np.int64)
+        self.passes = tuple(passes)
 
     @classmethod
     def of(cls, ops: Sequence[Op]) -> OpArray:
-        """Convert a list of ops to columns. Raises KeyError for a kind that is not in KINDS."""
+        """Convert a list of ops to columns. Raises KeyError for a kind that is none, and no name of a pass."""
         if isinstance(ops, OpArray):
             return ops
         kind, stage, microbatch = zip(*ops, strict=True) if ops else ((), (), ())
         return cls.of_columns(kind, stage, microbatch)
 
     @classmethod
-    def of_columns(cls, kind: Iterable[str], stage: ArrayLike, microbatch: ArrayLike) -> OpArray:
-        """Build from columns, with kinds by name. Raises KeyError for a kind that is not in KINDS."""
-        return cls([CODE[name] for name in kind], stage, microbatch)
+    def of_columns(cls, kind: Sequence[str], stage: ArrayLike, microbatch: ArrayLike) -> OpArray:
+        """Build from columns, with kinds by name. Raises KeyError for a kind that is none, and no name of a pass."""
+        try:
+            return cls([CODE[name] for name in kind], stage, microbatch)
+        except KeyError:
+            names = dict.fromkeys(name for name in kind if name not in CODE)
+            wrong = next((name for name in names if not (isinstance(name, str) and _PASS.fullmatch(name))), None)
+            if wrong is not None or None in names:
+                raise
+        code = CODE | {name: len(KINDS) + n for n, name in enumerate(names)}
+        return cls([code[name] for name in kind], stage, microbatch, [*names])
 
     @classmethod
     def parse(cls, names: str) -> OpArray:
@@ -95,22 +115,51 @@ class OpArray(Sequence[Op]):
         numbers = np.fromstring(text.translate(_DOTS_AS_SPACES, _LETTERS), np.int64, sep=" ")
         return cls.of_columns(kinds, *numbers.reshape(-1, 2).T)
 
+    def numbered(self, passes: Sequence[str]) -> OpArray:
+        """The same ops with the passes of a problem behind the kinds. Raises KeyError for one that it does not have."""
+        if self.passes == tuple(passes):
+            return self
+        code = [
+            *range(len(KINDS)),
+            *(len(KINDS) + {name: n for n, name in enumerate(passes)}[own] for own in self.passes),
+        ]
+        return OpArray(np.array(code, np.int64)[self.kind], self.stage, self.microbatch, passes)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kind of each op by name."""
+        names = (*KINDS, *self.passes)
+        return [names[code] for code in self.kind.tolist()]
+
+    @property
+    def spread(self) -> Bools:
+        """True for each op of a spread pass."""
+        return np.asarray(self.kind >= len(KINDS))
+
+    @property
+    def stream(self) -> Ints:
+        """Index into STREAMS of the stream of each op; passes run on that of compute."""
+        streams = np.append(STREAM_OF_KIND, np.zeros(len(self.passes), np.int64))
+        return np.asarray(streams[self.kind])
+
     @property
     def names(self) -> str:
         """Space-separated names of the ops."""
-        rows = zip(self.kind.tolist(), self.stage.tolist(), self.microbatch.tolist(), strict=True)
-        return " ".join([f"{KINDS[kind]}{stage}.{microbatch}" for kind, stage, microbatch in rows])
+        rows = zip(self.kinds, self.stage.tolist(), self.microbatch.tolist(), strict=True)
+        return " ".join([f"{kind}{stage}.{microbatch}" for kind, stage, microbatch in rows])
 
     @classmethod
     def joined(cls, parts: Sequence[OpArray]) -> OpArray:
         """Concatenate the ops of all parts (at least one)."""
+        passes = [*dict.fromkeys(name for part in parts for name in part.passes)]
+        parts = [part.numbered(passes) for part in parts] if passes else parts
         columns = ([part.kind for part in parts], [part.stage for part in parts], [part.microbatch for part in parts])
-        return cls(*map(np.concatenate, columns))
+        kind, stage, microbatch = map(np.concatenate, columns)
+        return cls(kind, stage, microbatch, passes)
 
     @cached_property
     def _ops(self) -> list[Op]:
-        kinds = [KINDS[code] for code in self.kind.tolist()]
-        return list(map(Op._make, zip(kinds, self.stage.tolist(), self.microbatch.tolist(), strict=True)))
+        return list(map(Op._make, zip(self.kinds, self.stage.tolist(), self.microbatch.tolist(), strict=True)))
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -122,17 +171,17 @@ class OpArray(Sequence[Op]):
     def __getitem__(self, index: int | slice | Ints) -> Op | OpArray:
         """One op, or the ops of a slice or of an array of indices."""
         if isinstance(index, slice | np.ndarray):
-            return OpArray(self.kind[index], self.stage[index], self.microbatch[index])
+            return OpArray(self.kind[index], self.stage[index], self.microbatch[index], self.passes)
         return self._ops[index]
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self._ops)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, OpArray):
+        if isinstance(other, OpArray) and self.passes == other.passes:
             columns = ((self.kind, other.kind), (self.stage, other.stage), (self.microbatch, other.microbatch))
             return all(np.array_equal(*pair) for pair in columns)
-        return isinstance(other, list | tuple) and self._ops == list(other)
+        return isinstance(other, list | tuple | OpArray) and self._ops == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 

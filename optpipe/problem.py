@@ -37,6 +37,7 @@ from optpipe.fields import (
 )
 from optpipe.kinds import KIND
 from optpipe.ops import Op
+from optpipe.spread import MAX_PASSES, Gate, SpreadPass, check_spread
 from optpipe.stage import SliceFactors, Stage, UnitFactors, UnitStage, exact, scaled_bytes, scaled_us
 
 Floats = NDArray[np.float64]
@@ -155,6 +156,8 @@ class Problem(Displayed, Document):
     microbatch_order: Literal["given", "free"] = "given"
     slices: Slices | None = None
     overlaps: Annotated[list[Overlap], at_most(MAX_OVERLAPS)] | None = None
+    spread: Annotated[list[SpreadPass], at_most(MAX_PASSES)] | None = None
+    gates: Annotated[list[Gate], at_most(MAX_COUNT)] | None = None
 
     def __eq__(self, other: object) -> bool:
         """True if all fields are equal. What was derived from them meanwhile, arrays included, says nothing more."""
@@ -237,6 +240,24 @@ class Problem(Displayed, Document):
                 raise reject("too_short", f"{detail}. Maybe it is the time that the block saves")
         return self
 
+    @model_validator(mode="after")
+    def _spread_agrees(self) -> Self:
+        if not self.spread and not self.gates:
+            return self
+        if self.slices is not None:
+            raise reject("with_slices", "spread and gates are for whole microbatches, but slices is given")
+        check_spread(self.spread or (), self.gates or (), self.stages, len(self.devices))
+        gated = {gate.stage for gate in self.gates or ()}
+        for n, one in enumerate(self.overlaps or ()):
+            for s in {one.forward_stage, one.backward_stage} & gated:
+                raise reject("gated_block", f"overlaps[{n}] names stage {s}, an op of which gates delay")
+        return self
+
+    @cached_property
+    def pass_names(self) -> tuple[str, ...]:
+        """Names of the spread passes: the kinds of their ops, behind KINDS."""
+        return tuple(one.name for one in self.spread or ())
+
     @cached_property
     def block_us(self) -> dict[tuple[int, int], int | float]:
         """Time of a block by the stages of its forward and its backward, for units with factor 1."""
@@ -315,6 +336,17 @@ class Problem(Displayed, Document):
             if most_bytes > MAX_BYTES:
                 detail = f"stages[{s}] has {float(most_bytes):g} bytes with its largest factor"
                 raise reject("too_large", f"{detail} but at most {MAX_BYTES} are allowed. Maybe a factor is a size")
+        longest = max(exact(entry.time) for entry in own)
+        for n, one in enumerate(self.spread or ()):
+            if max(one.us) * longest > MAX_TIME_US:
+                detail = f"spread[{n}] has a time of {float(max(one.us) * longest):g} us with its largest factor"
+                raise reject(
+                    "too_large", f"{detail} but at most {MAX_TIME_US} us are allowed. Maybe a factor is a time"
+                )
+            most_bytes = max([0, *(one.kept_bytes or ()), *(one.workspace_bytes or ())]) * largest.bytes
+            if most_bytes > MAX_BYTES:
+                detail = f"spread[{n}] has {float(most_bytes):g} bytes with its largest factor"
+                raise reject("too_large", f"{detail} but at most {MAX_BYTES} are allowed. Maybe a factor is a size")
 
     @property
     def units(self) -> int:
@@ -333,7 +365,10 @@ class Problem(Displayed, Document):
     @cached_property
     def has_factors(self) -> bool:
         """True if some unit has other costs than those that its stages state."""
-        if any(factor != 1 for entry in self.microbatch_factors or () for factor in entry.by_name):
+        listed = self.microbatch_factors or ()
+        if any(factor != 1 for entry in listed for factor in entry.by_name):
+            return True
+        if self.spread and any(entry.time != 1 for entry in listed):
             return True
         if self.slices is None:
             return False
@@ -403,7 +438,8 @@ class Problem(Displayed, Document):
         slices = [
             (*(self._slice_factors[s][q] for s in range(len(self.stages))), gradients and q == n - 1) for q in range(n)
         ]
-        entries = [entry.by_name for entry in self.microbatch_factors or [MicrobatchFactors()] * self.microbatches]
+        factors = self.microbatch_factors or [MicrobatchFactors()] * self.microbatches
+        entries = [(entry.by_name, exact(entry.time) if self.spread else 1) for entry in factors]
         numbers: dict[Any, int] = {}
         classes, firsts = np.empty(self.units, np.int64), []
         for unit in range(self.units):
@@ -413,6 +449,11 @@ class Problem(Displayed, Document):
                 firsts.append(unit)
             classes[unit] = numbers[key]
         return classes, firsts
+
+    def pass_factors(self, unit: int) -> UnitFactors:
+        """Factors of a microbatch's spread passes: all of their times are multiplied by its `time`."""
+        own = self.microbatch_factors[unit] if self.microbatch_factors else MicrobatchFactors()
+        return own.replaced(forward=None, backward_input=None, backward_weight=None, recompute=None).by_name
 
     def unit_factors(self, stage: int, unit: int) -> UnitFactors:
         """The factors of a unit on a stage: those of its microbatch times those of its slice."""
@@ -502,8 +543,9 @@ class Problem(Displayed, Document):
 
     @cached_property
     def work_us(self) -> Sequence[int | float]:
-        """Total time of all compute ops of each device, without recomputation."""
+        """Total time of all compute ops of each device, spread passes included, without recomputation."""
         counts = np.bincount(self.unit_class).tolist()
+        passes = [float(self.pass_factors(unit).forward) for unit in self.class_units] if self.spread else counts
         return [
             sum(
                 count * sum(stage.duration_us("F") + stage.duration_us("BW") for stage in of_class)
@@ -511,7 +553,8 @@ class Problem(Displayed, Document):
                     counts, zip(*(self.unit_stages[s] for s in stages), strict=True), strict=False
                 )
             )
-            for stages in self.stages_of
+            + sum(map(mul, counts, passes)) * sum(one.us[d] for one in self.spread or ())
+            for d, stages in enumerate(self.stages_of)
         ]
 
     def derived(self, make: Callable[[Problem], T]) -> T:

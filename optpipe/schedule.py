@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import (
     AfterValidator,
+    Discriminator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Tag,
     ValidatorFunctionWrapHandler,
     model_validator,
 )
@@ -29,14 +31,14 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from optpipe.display import Displayed
-from optpipe.document import Document, read_document
+from optpipe.document import UNION_TAG, Document, read_document
 from optpipe.errors import InputError, Issue
 from optpipe.fields import Bytes, Index, Instant, Share, TimeUs, are_indices, are_instants, reject
 from optpipe.kinds import (
     COPIES,
+    KIND,
     KINDS,
     RECOMPUTATIONS,
-    STREAM_OF_KIND,
     STREAMS,
     KindName,
     StreamName,
@@ -45,7 +47,7 @@ from optpipe.kinds import (
     needs_of,
 )
 from optpipe.mode_names import KEPT, OFFLOAD
-from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray, is_op_name
+from optpipe.ops import PASS_NAME, DeviceOrders, Op, OpArray, Orders, WaitArray, is_op_name
 from optpipe.problem import Objective, Problem
 from optpipe.stage import MAX_MODE_NAME, ModeName
 
@@ -87,8 +89,26 @@ class ScheduledOp(Document):
         return Op(self.op, self.stage, self.microbatch)
 
 
+class ScheduledPass(ScheduledOp):
+    """An op of a spread pass: `op` is the name of the pass, and `stage` (``part`` in the document) its device."""
+
+    op: Annotated[str, Field(pattern=PASS_NAME)]  # type: ignore[assignment]
+    stage: Index = Field(alias="part")
+
+
+_STAGE, _PART = UNION_TAG + "stage", UNION_TAG + "part"
+
+
+def _place_tag(value: Any) -> str:
+    is_pass = "part" in value if isinstance(value, dict) else isinstance(value, ScheduledPass)
+    return _PART if is_pass else _STAGE
+
+
+_Row = Annotated[Annotated[ScheduledOp, Tag(_STAGE)] | Annotated[ScheduledPass, Tag(_PART)], Discriminator(_place_tag)]
+
 _FIELDS = ("op", "stage", "microbatch", "start_us", "end_us")
 _RARE_FIELDS = ("mode", "with", "waits")
+_PLACE = {False: "stage", True: "part"}
 _FIELD_SETS = {frozenset((*_FIELDS, *more)) for n in range(4) for more in combinations(_RARE_FIELDS, n)}
 
 
@@ -131,15 +151,21 @@ class PlannedOps(Sequence[ScheduledOp]):
         """The waits of every op that has any."""
         index = np.array([k for k, names in self.waits.items() for _ in names], np.int64)
         before = OpArray.parse(" ".join(name for names in self.waits.values() for name in names))
-        return WaitArray(self.ops[index], before)
+        return WaitArray(self.ops[index], before.numbered(self.ops.passes))
+
+    def number_passes(self, passes: Sequence[str]) -> None:
+        """Number the spread passes as a problem does. Raises KeyError for one that it does not have."""
+        self.ops = self.ops.numbered(passes)
+        if any(wait.rstrip("0123456789.") not in KINDS for names in self.waits.values() for wait in names):
+            self.waits_of()
 
     def to_data(self) -> list[dict[str, Any]]:
         """The ops as plain JSON values, with only the fields that were given."""
         ops = self.ops
-        columns = ([KINDS[code] for code in ops.kind.tolist()], ops.stage.tolist(), ops.microbatch.tolist())
+        columns = (ops.kinds, self.places, ops.stage.tolist(), ops.microbatch.tolist())
         rows = [
-            {"op": kind, "stage": stage, "microbatch": microbatch, "start_us": start, "end_us": end, "waits": []}
-            for kind, stage, microbatch, start, end in zip(*columns, self.starts, self.ends, strict=True)
+            {"op": kind, place: stage, "microbatch": microbatch, "start_us": start, "end_us": end, "waits": []}
+            for kind, place, stage, microbatch, start, end in zip(*columns, self.starts, self.ends, strict=True)
         ]
         for name, column in (("mode", self.modes), ("with", self.partners)):
             for index, value in column.items():
@@ -150,6 +176,11 @@ class PlannedOps(Sequence[ScheduledOp]):
         for index in self.silent:
             del rows[index]["waits"]
         return rows
+
+    @property
+    def places(self) -> list[str]:
+        """The field that says where each op is."""
+        return [_PLACE[spread] for spread in self.ops.spread.tolist()]
 
     def __len__(self) -> int:
         return len(self.ops)
@@ -172,7 +203,8 @@ class PlannedOps(Sequence[ScheduledOp]):
         given = {*_FIELDS} if index in self.silent else {*_FIELDS, "waits"}
         given |= {name for name, column in (("mode", self.modes), ("partner", self.partners)) if index in column}
         rare = {"mode": self.modes.get(index), "partner": self.partners.get(index)}
-        return ScheduledOp.model_construct(given, **values, **rare, waits=waits)
+        row = ScheduledOp if op.kind in KIND else ScheduledPass
+        return row.model_construct(given, **values, **rare, waits=waits)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlannedOps):
@@ -193,7 +225,7 @@ class PlannedOps(Sequence[ScheduledOp]):
         """Schema of a list of ScheduledOp."""
         return core_schema.no_info_wrap_validator_function(
             cls._read,
-            handler.generate_schema(list[ScheduledOp]),
+            handler.generate_schema(list[_Row]),
             serialization=core_schema.plain_serializer_function_ser_schema(cls.to_data),
         )
 
@@ -317,6 +349,7 @@ class Schedule(Displayed, Document):
             )
         for d, device in enumerate(self.devices):
             for stream, (name, ops) in enumerate(device.streams()):
+                self._number_passes(f"devices[{d}].{name}", ops)
                 self._check_ops(f"devices[{d}].{name}", stream, ops.ops)
                 self._check_modes(f"devices[{d}].{name}", ops)
         return self
@@ -335,17 +368,30 @@ class Schedule(Displayed, Document):
                     "Maybe the schedule is of another problem",
                 )
 
+    def _number_passes(self, where: str, planned: PlannedOps) -> None:
+        """Number spread passes as the problem does; reject one that it does not have."""
+        try:
+            planned.number_passes(self.problem.pass_names)
+        except KeyError as error:
+            passes = ", ".join(self.problem.pass_names) or "none"
+            raise reject(
+                "unknown_pass", f"{where} has an op {error}; the problem's spread passes are: {passes}"
+            ) from None
+
     def _check_ops(self, where: str, stream: int, ops: OpArray) -> None:
         """Reject the first op with an unknown stage or microbatch, or on another stream than its own."""
-        stages, microbatches = len(self.problem.stages), self.problem.units
-        wrong = (ops.stage >= stages) | (ops.microbatch >= microbatches)
-        wrong |= np.asarray(STREAM_OF_KIND)[ops.kind] != stream
+        microbatches = self.problem.units
+        places = np.where(ops.spread, len(self.problem.devices), len(self.problem.stages))
+        wrong = (ops.stage >= places) | (ops.microbatch >= microbatches)
+        wrong |= ops.stream != stream
         if not wrong.any():
             return
         index = int(np.argmax(wrong))
         op, where = ops[index], f"{where}[{index}]"
-        if op.stage >= stages:
-            raise reject("unknown_stage", f"{where}.stage is {op.stage} of {stages} stages")
+        if op.kind in self.problem.pass_names and op.stage >= len(self.problem.devices):
+            raise reject("unknown_device", f"{where}.part is {op.stage} of {len(self.problem.devices)} devices")
+        if op.kind in KINDS and op.stage >= len(self.problem.stages):
+            raise reject("unknown_stage", f"{where}.stage is {op.stage} of {len(self.problem.stages)} stages")
         if op.microbatch >= microbatches:
             of = f" ({self.problem.microbatches} of {self.problem.slice_count} slices)" if self.problem.slices else ""
             raise reject("unknown_microbatch", f"{where}.microbatch is {op.microbatch} of {microbatches}{of}")
@@ -571,12 +617,12 @@ def _line(value: Any) -> str:
 def _op_lines(planned: PlannedOps) -> list[str]:
     """One line per op. Finite floats and integers are written by `repr`, as `json` does."""
     ops = planned.ops
-    columns = ([KINDS[code] for code in ops.kind.tolist()], ops.stage.tolist(), ops.microbatch.tolist())
+    columns = (ops.kinds, planned.places, ops.stage.tolist(), ops.microbatch.tolist())
     rows = zip(*columns, planned.starts, planned.ends, strict=True)
     lines = [
-        f'        {{"op": "{kind}", "stage": {stage}, "microbatch": {microbatch}, '
+        f'        {{"op": "{kind}", "{place}": {stage}, "microbatch": {microbatch}, '
         f'"start_us": {start!r}, "end_us": {end!r}, "waits": []}}'
-        for kind, stage, microbatch, start, end in rows
+        for kind, place, stage, microbatch, start, end in rows
     ]
     for name, column in (("mode", planned.modes), ("with", planned.partners)):
         for index, value in column.items():

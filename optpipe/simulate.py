@@ -34,7 +34,6 @@ from optpipe.kinds import (
     RECOMPUTATIONS,
     ROWS,
     SEQUENCES,
-    STREAM_OF_KIND,
     STREAMS,
     codes,
     covering,
@@ -122,12 +121,12 @@ def simulate(problem: Problem, orders: Orders) -> Simulation:
     wait in a cycle.
     """
     network = _Network(problem, orders)
-    start, sequence = _earliest_starts(network.duration, *network.edges, np.zeros(network.size))
-    if len(sequence) < network.size:
+    start, sequence = _earliest_starts(network.node_us, *network.edges, np.zeros(network.nodes))
+    if len(sequence) < network.nodes:
         raise _deadlock(network, sequence)
     if problem.objective == "device_span":
         start = _least_span(network, start)
-    start = start[network.whole]
+    start = start[network.whole[: network.size]]
     return Simulation(problem, network.ops, network.device, start, start + network.duration, orders.modes)
 
 
@@ -141,15 +140,17 @@ class UnitTimes:
     def __init__(self, problem: Problem, orders: Orders) -> None:
         network = _Network(problem, orders)
         source, target, delay = network.edges
-        _, sequence = _earliest_starts(network.duration, source, target, delay, np.zeros(network.size))
-        if len(sequence) < network.size:
+        _, sequence = _earliest_starts(network.node_us, source, target, delay, np.zeros(network.nodes))
+        if len(sequence) < network.nodes:
             raise _deadlock(network, sequence)
         self.size = network.size
         """Number of ops."""
         self._objective = problem.objective
-        self._unit, self._parts_ns = network.ops.microbatch, _parts_us(network) * 1000
-        rank = np.empty(network.size, np.int64)
-        rank[sequence] = np.arange(network.size)
+        barriers = np.tile(np.arange(problem.units), len(problem.pass_names))
+        self._unit = np.concatenate([network.ops.microbatch, barriers])
+        self._parts_ns = _parts_us(network) * 1000
+        rank = np.empty(network.nodes, np.int64)
+        rank[sequence] = np.arange(network.nodes)
         edges = np.argsort(rank[target], kind="stable")
         self._source, self._target, self._delay_ns = source[edges], target[edges], delay[edges] * 1000
         self._device = network.device
@@ -195,8 +196,13 @@ def _spans_in_order(
 
 
 def _parts_us(network: _Network) -> Floats:
-    """Parts of the durations of ops by the factor that each is multiplied with: an array (factors, ops)."""
-    parts = np.zeros((len(UnitFactors._fields), network.size))
+    """Parts of the durations of nodes by the factor that each is multiplied with: an array (factors, nodes).
+
+    Spread passes have the factor of forwards, which is that of all times where kinds have none of their own.
+    """
+    parts = np.zeros((len(UnitFactors._fields), network.nodes))
+    spread = np.flatnonzero(network.ops.spread)
+    parts[UnitFactors._fields.index("forward"), spread] = network.duration[spread]
     for code, row in enumerate(ROWS):
         ops = np.flatnonzero(network.ops.kind == code)
         for name in row.times:
@@ -212,13 +218,17 @@ _FIELD_OF_TIME = {
 
 
 class _Network:
-    """Precedence graph of orders: a node per op, and edges (source, target, delay) from every rule."""
+    """Precedence graph of orders: a node per op, and edges (source, target, delay) from every rule.
+
+    Behind the nodes of ops is one without length for each barrier: the latest end of a spread pass for a microbatch.
+    """
 
     def __init__(self, problem: Problem, orders: Orders) -> None:
         self.problem, self.graph = problem, lower(problem)
-        streams = [_columns(stream) for device in orders.devices for stream in device.streams()]
-        self.ops = OpArray.joined([OpArray([], [], []), *streams])  # there may be no devices
+        streams = [self._columns(stream) for device in orders.devices for stream in device.streams()]
+        self.ops = OpArray.joined([self._columns(()), *streams])  # there may be no devices
         self.size = len(self.ops)
+        self.nodes = self.size + len(problem.pass_names) * problem.units
         self.lengths = [len(stream) for stream in streams]
         stream = np.repeat(np.arange(len(self.lengths)), self.lengths)
         self.follows = 1 + np.flatnonzero(stream[1:] == stream[:-1])
@@ -227,7 +237,7 @@ class _Network:
         self._check_permutation(orders.microbatch_order)
         self._there = {*np.flatnonzero(np.bincount(self.ops.kind)).tolist()}
         self._nodes_by_kinds: dict[tuple[int, ...], Ints] = {}
-        self.at = self._positions(stream % len(STREAMS))
+        self._at = self._positions(stream % len(STREAMS))
         self._check_modes(orders.modes)
         self.types = self.graph.types(self.ops, orders.modes)
         self.duration = self.graph.duration_us[self.types]
@@ -238,6 +248,18 @@ class _Network:
         inner = self.whole[source] != self.whole[target]
         self.edges = self.whole[source[inner]], self.whole[target[inner]], delay[inner]
 
+    @property
+    def node_us(self) -> Floats:
+        """Duration of each node."""
+        return np.concatenate([self.duration, np.zeros(self.nodes - self.size)])
+
+    def name(self, node: int) -> str:
+        """Name of an op, or of a barrier."""
+        if node < self.size:
+            return str(self.ops[node])
+        number, unit = divmod(node - self.size, self.problem.units)
+        return f"all {self.problem.pass_names[number]} of microbatch {unit}"
+
     def _check_inside(self) -> None:
         inside = self._inside(self.ops)
         if not inside.all():
@@ -245,10 +267,18 @@ class _Network:
             size = f"{len(self.problem.stages)} stages and {self.problem.microbatches} microbatches{slices}"
             raise OrderError(f"{self.ops[int(np.argmin(inside))]} is not in a problem of {size}")
 
+    def _columns(self, ops: Sequence[Op]) -> OpArray:
+        """Ops as columns, with the problem's passes behind the kinds."""
+        try:
+            return OpArray.of(ops).numbered(self.problem.pass_names)
+        except KeyError as error:
+            kinds = ", ".join((*KINDS, *self.problem.pass_names))
+            raise OrderError(f"an op has the kind {error}; the kinds are {kinds}") from None
+
     def _inside(self, ops: OpArray) -> NDArray[np.bool_]:
-        """Mask of the ops whose stage and microbatch exist in the problem."""
-        stages = (ops.stage >= 0) & (ops.stage < len(self.problem.stages))
-        return stages & (ops.microbatch >= 0) & (ops.microbatch < self.problem.units)
+        """Mask of the ops whose stage, or device of a pass, and microbatch exist in the problem."""
+        places = np.where(ops.spread, len(self.problem.devices), len(self.problem.stages))
+        return (ops.stage >= 0) & (ops.stage < places) & (ops.microbatch >= 0) & (ops.microbatch < self.problem.units)
 
     def _check_permutation(self, microbatch_order: Sequence[int] | None) -> None:
         """Reject an order of the microbatches that is none, or that the problem does not leave free."""
@@ -261,20 +291,37 @@ class _Network:
             raise OrderError("microbatch_order is not ascending, but the problem's microbatch_order is 'given'")
 
     def _positions(self, stream: Ints) -> Ints:
-        """Node of each (kind, stage, unit), -1 if absent. Raises OrderError for a repeated or misplaced op."""
+        """Node of each (kind, place, unit), -1 if absent. Raises OrderError for a repeated or misplaced op.
+
+        A place is a stage, or for passes a device.
+        """
         ops, nodes = self.ops, np.arange(self.size)
-        home, own_stream = self.graph.device[ops.stage], np.asarray(STREAM_OF_KIND)[ops.kind]
+        home, own_stream = self.graph.device_of(ops), ops.stream
         misplaced = (home != self.device) | (own_stream != stream)
         if misplaced.any():
             k = int(np.argmax(misplaced))
             where = f"device {self.device[k]}, stream {STREAMS[stream[k]]}"
             raise OrderError(f"{ops[k]} is on {where}, but belongs to device {home[k]}, {ops[k].stream}")
-        at = np.full((len(KINDS), len(self.problem.stages), self.problem.units), -1, np.int64)
+        passes = len(self.problem.pass_names)
+        places = max(len(self.problem.stages), len(self.problem.devices) if passes else 0)
+        at = np.full((len(KINDS) + passes, places, self.problem.units), -1, np.int64)
         at[ops.kind, ops.stage, ops.microbatch] = nodes
         repeated = at[ops.kind, ops.stage, ops.microbatch] != nodes
         if repeated.any():
             raise OrderError(f"{ops[int(np.argmax(repeated))]} is there more than once")
         return at
+
+    @property
+    def at(self) -> Ints:
+        """Node of each (kind, stage, unit), -1 if absent."""
+        of_stages: Ints = self._at[: len(KINDS), : len(self.problem.stages)]
+        return of_stages
+
+    @property
+    def spread(self) -> Ints:
+        """Node of each (pass, device, unit), -1 if absent."""
+        of_devices: Ints = self._at[len(KINDS) :, : len(self.problem.devices)]
+        return of_devices
 
     def _check_modes(self, modes: Ints | None) -> None:
         """Reject modes of another shape, or of numbers that a stage does not have."""
@@ -291,6 +338,8 @@ class _Network:
         absent = np.isnan(self.duration)
         if absent.any():
             op = self.ops[int(np.argmax(absent))]
+            if op.kind in self.problem.pass_names:
+                raise OrderError(f"{op} is there, but spread pass {op.kind} takes no time on device {op.stage}")
             if stages[op.stage].backward == "none":
                 raise OrderError(f"{op} is there, but stages[{op.stage}].backward is 'none'")
             mode = self._mode_name(op.stage, op.microbatch, options)
@@ -311,6 +360,11 @@ class _Network:
             if wrong.any():
                 s, i = np.argwhere(wrong)[0].tolist()
                 raise self._wrong_duty(duty, s, i, options)
+        for one, nodes in zip(self.graph.passes, self.spread, strict=True):
+            missing = (nodes < 0) & ~np.isnan(one.duration_us[:, :1])
+            if missing.any():
+                d, i = np.argwhere(missing)[0].tolist()
+                raise OrderError(f"{one.name}{d}.{i} is missing: every device with a time for {one.name} has one")
 
     def _mode_name(self, s: int, i: int, options: Ints) -> str:
         option = int(np.broadcast_to(options, self.at.shape[1:])[s, i])
@@ -335,6 +389,7 @@ class _Network:
             kinds = [alike for duty, alike in SEQUENCES.items() if KIND[duty].ascends == KIND[first].ascends]
             nodes = [self._nodes_of(alike) for alike in kinds if not self._there.isdisjoint(alike)]
             parts += [rows[:, units] for rows in nodes]
+        parts += [rows[:, self.problem.units_in_order("F", microbatch_order)] for rows in self.spread]
         rows = np.concatenate(parts)
         latest = np.maximum.accumulate(rows, axis=1)[:, :-1]  # of those before that are present
         wrong = (rows[:, 1:] >= 0) & (rows[:, 1:] < latest)
@@ -351,7 +406,7 @@ class _Network:
 
         Raises OrderError for two ops that may not be a block.
         """
-        whole = np.arange(self.size)
+        whole = np.arange(self.nodes)
         for forward, backward in orders.blocks.items():
             time_us = self.problem.block_of_units_us(forward, backward)
             first, last = self._nodes([forward, backward]).tolist()
@@ -365,7 +420,7 @@ class _Network:
         return whole
 
     def _edges(self, orders: Orders) -> tuple[Ints, Ints, Floats]:
-        parts = [*self._stream_edges(), *self._rule_edges(), *self._order_edges(orders)]
+        parts = [*self._stream_edges(), *self._rule_edges(), *self._spread_edges(), *self._order_edges(orders)]
         source, target, delay = (np.concatenate([part[k].ravel() for part in parts]) for k in range(3))
         return source.astype(np.int64), target.astype(np.int64), delay.astype(np.float64)
 
@@ -383,6 +438,27 @@ class _Network:
                 first, then = (first[behind], then[ahead]) if need.stage < 0 else (first[ahead], then[behind])
                 delay = self.graph.delays_us[need.direction]
             yield self._between(first, then, delay)
+
+    def _spread_edges(self) -> Iterator[tuple[Ints, Ints, Floats]]:
+        """Each barrier after the ops of its pass, and what comes after barriers and ops, passes and gated ops."""
+        barriers = np.arange(self.size, self.nodes).reshape(len(self.spread), self.problem.units)
+        for nodes, barrier in zip(self.spread, barriers, strict=True):
+            yield self._between(nodes, np.broadcast_to(barrier, nodes.shape), np.zeros(1))
+        devices = np.arange(len(self.problem.devices))
+        after = [
+            (lag, nodes, devices)
+            for one, nodes in zip(self.graph.passes, self.spread, strict=True)
+            for lag in one.after
+        ]
+        for (duty, s), lags in self.graph.gates.items():
+            after += [(lag, self._nodes_of(DOERS[duty])[[s]], self.graph.device[[s]]) for lag in lags]
+        for lag, nodes, homes in after:
+            if lag.spread is not None:
+                first, delay = barriers[lag.spread], lag.us
+            else:
+                first, away = self._nodes_of(DOERS[lag.duty])[lag.stage], homes != self.graph.device[lag.stage]
+                delay = away[:, None] * lag.us
+            yield self._between(np.broadcast_to(first, nodes.shape), nodes, delay)
 
     def _nodes_of(self, kinds: Sequence[int]) -> Ints:
         """Node of the one op of these kinds of each unit on each stage; -1 if absent."""
@@ -402,27 +478,20 @@ class _Network:
         waits = orders.waits
         if not isinstance(waits, WaitArray):
             pairs = [(op, before) for op, others in waits.items() for before in others]
-            waits = WaitArray(*(_columns([pair[side] for pair in pairs]) for side in range(2)))
+            waits = WaitArray(*(self._columns([pair[side] for pair in pairs]) for side in range(2)))
         yield self._nodes(waits.before), self._nodes(waits.op), np.zeros(len(waits.op))
         for channel in orders.channels:
             nodes = self._nodes(channel)
             yield nodes[:-1], nodes[1:], np.zeros(len(nodes[1:]))
 
     def _nodes(self, ops: Sequence[Op]) -> Ints:
-        named = _columns(ops)
+        named = self._columns(ops)
         inside = self._inside(named)
         nodes = np.full(len(named), -1, np.int64)
-        nodes[inside] = self.at[named.kind[inside], named.stage[inside], named.microbatch[inside]]
+        nodes[inside] = self._at[named.kind[inside], named.stage[inside], named.microbatch[inside]]
         if (nodes < 0).any():
             raise OrderError(f"a wait or a channel names {named[int(np.argmin(nodes))]}, which is in no stream")
         return nodes
-
-
-def _columns(ops: Sequence[Op]) -> OpArray:
-    try:
-        return OpArray.of(ops)
-    except KeyError as error:
-        raise OrderError(f"an op has the kind {error}; the kinds are {', '.join(KINDS)}") from None
 
 
 @njit(cache=True)
@@ -471,10 +540,10 @@ def _earliest_starts(
 
 def _deadlock(network: _Network, sequence: Ints) -> DeadlockError:
     """Find a cycle: follow blocked predecessors backwards until one repeats."""
-    blocked = np.ones(network.size, bool)
+    blocked = np.ones(network.nodes, bool)
     blocked[sequence] = False
     source, target, _ = network.edges
-    cause = np.full(network.size, -1, np.int64)
+    cause = np.full(network.nodes, -1, np.int64)
     inside = blocked[source] & blocked[target]
     cause[target[inside]] = source[inside]
     path: dict[int, int] = {}
@@ -483,7 +552,7 @@ def _deadlock(network: _Network, sequence: Ints) -> DeadlockError:
         path[node] = len(path)
         node = int(cause[node])
     cycle = list(path)[path[node] :][::-1]
-    return DeadlockError([str(network.ops[k]) for k in cycle], int(blocked.sum()))
+    return DeadlockError([network.name(k) for k in cycle], int(blocked[: network.size].sum()))
 
 
 def _least_span(network: _Network, start: Floats) -> Floats:
@@ -493,10 +562,10 @@ def _least_span(network: _Network, start: Floats) -> Floats:
     first, last = network.whole[np.array([pair for pair in compute if pair[0] <= pair[1]], np.int64).T]
 
     def earliest(release: Floats) -> Floats:
-        result: Floats = _earliest_starts(network.duration, *network.edges, release)[0]
+        result: Floats = _earliest_starts(network.node_us, *network.edges, release)[0]
         return result
 
-    return least_span_starts(earliest, network.duration, first, last, start)
+    return least_span_starts(earliest, network.node_us, first, last, start)
 
 
 NEVER = -1e300

@@ -25,11 +25,13 @@ from optpipe.errors import DeadlockError, cycle_text
 from optpipe.kinds import KINDS, STREAM_OF_KIND, STREAMS
 from optpipe.ops import Op, OpArray, WaitArray
 from optpipe.schedule import Schedule
+from optpipe.spread import MAX_PASSES, AfterOp, AfterPass, SpreadPass
 from optpipe.stage import Offload, Stage
 from optpipe.worst_case_memory import (
     UnitSort,
     memory_changes,
     mode_names,
+    pass_changes,
     slice_factor,
     unit_sizes,
     unit_sorts,
@@ -106,6 +108,8 @@ class _Verifier:
         self.list_of = np.repeat(np.arange(len(streams)), lengths)
         self.begins = np.cumsum([0, *lengths])
         self.home = self.list_of // len(STREAMS)
+        self.spread = self.ops.kind >= len(KINDS)
+        self.stage = np.where(self.spread, 0, self.ops.stage)  # that of a pass is a device
         self.key = self._keys(self.ops.kind, self.ops.stage, self.ops.microbatch)
         self.by_key = np.argsort(self.key, kind="stable")
         self.sorted_key = self.key[self.by_key]
@@ -117,7 +121,7 @@ class _Verifier:
         self.mode = self._mode_of_ops()
         self.unit_sort, self.sorts = unit_sorts(self.problem)
         self.slices = self.problem.slices.count if self.problem.slices else 1
-        self.duration_us: Floats = self._by_kind(self._unit_duration_us, np.float64)
+        self.duration_us: Floats = self._by_kind(self._unit_duration_us, self._pass_duration_us, np.float64)
         self.partner = self._partners()
         self.joined = self._joined()
 
@@ -139,14 +143,20 @@ class _Verifier:
     def _mode_of_ops(self) -> Ints:
         """Number of the mode of each op's microbatch; copies are of one offloaded whole where no F names a mode."""
         if self.modes is not None:
-            return self.modes[self.ops.stage, self.ops.microbatch]
+            return np.where(self.spread, 0, self.modes[self.stage, self.ops.microbatch])
         whole = np.array([_leaves(stage, "offload") for stage in self.problem.stages])
         copies = _among(self.ops.kind, "O", "R")
-        return np.where(copies, whole[self.ops.stage], 0)
+        return np.where(copies, whole[self.stage], 0)
 
-    def _by_kind(self, rule: Callable[[int, str, str, UnitSort], Any], dtype: type) -> Any:
-        """Value of `rule` for each op: by its stage, kind, mode and sort of unit."""
-        counts = np.bincount(self.ops.kind, minlength=1)
+    def _by_kind(
+        self,
+        rule: Callable[[int, str, str, UnitSort], Any],
+        pass_rule: Callable[[str, int, UnitSort], Any],
+        dtype: type,
+    ) -> Any:
+        """Value of `rule` for each op, by its stage, kind, mode and sort of unit; `pass_rule` for that of a pass."""
+        kind = np.where(self.spread, KINDS.index("F"), self.ops.kind)
+        counts = np.bincount(kind, minlength=1)
         counts[0] += 1  # at least one kind, for a schedule without ops
         codes = np.flatnonzero(counts)
         values = [
@@ -158,13 +168,20 @@ class _Verifier:
         ]
         row = np.zeros(len(KINDS), np.int64)
         row[codes] = np.arange(len(codes))
-        ops = self.ops
-        return np.array(values, dtype)[row[ops.kind], ops.stage, self.mode, self.unit_sort[ops.microbatch]]
+        sort = self.unit_sort[self.ops.microbatch]
+        result: Any = np.array(values, dtype)[row[kind], self.stage, self.mode, sort]
+        passes = np.flatnonzero(self.spread)
+        known: dict[tuple[str, int, int], Any] = {}
+        for k, op, u in zip(passes.tolist(), self.ops[passes], sort[passes].tolist(), strict=True):
+            if (*op[:2], u) not in known:
+                known[*op[:2], u] = pass_rule(*op[:2], self.sorts[u])
+            result[k] = known[*op[:2], u]
+        return result
 
     def _by_mode(self, rule: Callable[[Stage, str], Any]) -> Any:
         """Value of `rule` for each op: by its stage and mode."""
         values = [self._filled([rule(stage, name) for name in names]) for stage, names in self._stage_modes]
-        return np.array(values)[self.ops.stage, self.mode]
+        return np.array(values)[self.stage, self.mode]
 
     def _filled(self, of_modes: list[Any]) -> list[Any]:
         """Values for the modes of a stage, filled up where it has fewer than another."""
@@ -201,6 +218,16 @@ class _Verifier:
             total_us += part_us * getattr(sort, name) * slice_factor(self.problem, s, name, sort.slice)
         return total_us
 
+    def _pass_duration_us(self, name: str, device: int, sort: UnitSort) -> float | None:
+        """Duration of an op of a spread pass by the problem; None where the device takes no part."""
+        time_us = self._passes[name].us[device]
+        return time_us * sort.time if time_us else None
+
+    @cached_property
+    def _passes(self) -> dict[str, SpreadPass]:
+        """The spread passes of the problem by name, in their order."""
+        return {one.name: one for one in self.problem.spread or ()}
+
     @cached_property
     def _stage_modes(self) -> list[tuple[Stage, Sequence[str]]]:
         """Every stage with the names of the modes that its microbatches may be in."""
@@ -216,8 +243,10 @@ class _Verifier:
                     continue
                 other = Op.parse(name)
                 inside = other.stage < len(self.problem.stages) and other.microbatch < self.problem.units
-                key = self._keys(*(np.array([n]) for n in (KINDS.index(other.kind), other.stage, other.microbatch)))
-                found = int(self._find(key)[0]) if inside else -1
+                found = -1
+                if inside and other.kind in KINDS:
+                    numbers = KINDS.index(other.kind), other.stage, other.microbatch
+                    found = int(self._find(self._keys(*(np.array([n]) for n in numbers)))[0])
                 if found < 0:
                     detail = f"runs as one block with {name}, which is not in the schedule."
                     self._broken("block", str(self.ops[first + index]), float(self.start_us[first + index]), detail)
@@ -290,8 +319,13 @@ class _Verifier:
         return slice(int(self.begins[first]), int(self.begins[first + len(STREAMS)]))
 
     def _keys(self, kind: Ints, stage: Ints, microbatch: Ints) -> Ints:
-        """Unique integer for each (kind, stage, unit) of the problem."""
-        return (kind * len(self.problem.stages) + stage) * self.problem.units + microbatch
+        """Unique integer for each (kind, stage, unit) of the problem; the stage of a spread pass is its device."""
+        places = len(self.problem.stages) if not self.problem.spread else self._places_of_kind
+        return (kind * places + stage) * self.problem.units + microbatch
+
+    @property
+    def _places_of_kind(self) -> int:
+        return max(len(self.problem.stages), len(self.problem.devices))
 
     def _find(self, keys: Ints) -> Ints:
         """Index of each of these ops, -1 if it is not in the schedule."""
@@ -316,9 +350,10 @@ class _Verifier:
     def _check_presence(self) -> None:
         """Every microbatch has F and all of its backward on every stage, and each O has an R."""
         microbatches, total = self.problem.units, len(self.problem.stages) * self.problem.units
-        pairs, group = np.unique(self.ops.stage * microbatches + self.ops.microbatch, return_inverse=True)
+        ops = self.ops[np.flatnonzero(~self.spread)]
+        pairs, group = np.unique(ops.stage * microbatches + ops.microbatch, return_inverse=True)
         kinds_present = np.zeros(len(pairs), np.int64)
-        np.bitwise_or.at(kinds_present, group, 1 << self.ops.kind)
+        np.bitwise_or.at(kinds_present, group, 1 << ops.kind)
         passes = kinds_present & _bits("F", "B", "W", "BW", "CB", "CBW")
         complete = [_bits("F", *backward) for backward in (("B", "W"), ("BW",), ("CB", "W"), ("CBW",))]
         frozen = np.array([stage.backward == "none" for stage in self.problem.stages])[pairs // microbatches]
@@ -338,8 +373,15 @@ class _Verifier:
             detail = f"needs F, B, W or F, BW; none found, and {total - len(pairs) - 1} more are missing altogether."
             self._broken("presence", where, None, detail)
         whole = np.array([not stage.split_backward for stage in self.problem.stages])
-        apart = _among(self.ops.kind, "B", "W", "CB") & whole[self.ops.stage]
+        apart = _among(self.ops.kind, "B", "W", "CB") & whole[self.stage]
         self._broken_where("split", apart, lambda _: "is part of a backward, but this stage never splits it.")
+        for n, (name, one) in enumerate(self._passes.items()):
+            for d, us in enumerate(one.us):
+                here = (self.ops.kind == len(KINDS) + n) & (self.ops.stage == d)
+                there = {*self.ops.microbatch[here].tolist()}
+                for i in sorted(there ^ {*(range(self.problem.units) if us else ())}):
+                    detail = "is missing." if us else f"is there, but the pass takes no time on device {d}."
+                    self._broken("presence", f"{name}{d}.{i}", None, detail)
 
     def _check_modes(self) -> None:
         """Each microbatch is recomputed once where its mode says so, and moved to the host where its mode does.
@@ -398,7 +440,7 @@ class _Verifier:
 
     def _check_placement_and_duration(self) -> None:
         stages = self.problem.stages
-        placed = np.array([stage.device for stage in stages])[self.ops.stage]
+        placed = np.where(self.spread, self.ops.stage, np.array([stage.device for stage in stages])[self.stage])
         self._broken_where(
             "placement", placed != self.home, lambda k: f"is on device {self.home[k]}, not on {placed[k]}."
         )
@@ -435,7 +477,7 @@ class _Verifier:
         )
         backward = _among(self.ops.kind, "BW", "CB", "CBW")  # all count as B, BW and CBW not as W
         kind = np.where(backward, KINDS.index("B"), self.ops.kind)
-        alike = (self.list_of * len(KINDS) + kind) * len(self.problem.stages) + self.ops.stage
+        alike = (self.list_of * (len(KINDS) + len(self._passes)) + kind) * self._places_of_kind + self.ops.stage
         order = np.argsort(alike, kind="stable")
         group, place = alike[order], self._places()[order]
         previous = np.full(len(order), -1)
@@ -445,7 +487,7 @@ class _Verifier:
         self._broken_where("microbatch-order", wrong, lambda k: f"comes after {self.ops[int(previous[k])]}.")
 
     def _places(self) -> Ints:
-        """Place of each op's unit among those of one kind of op of one stage.
+        """Position of each op's unit among those of one kind of op of one stage.
 
         Microbatches are in the order stated; slices of one ascend for F and O, and descend for all else.
         """
@@ -454,7 +496,7 @@ class _Verifier:
             place = np.empty(self.problem.microbatches, np.int64)
             place[self.schedule.microbatch_order] = np.arange(len(place))
             microbatch = place[microbatch]
-        ascending = _among(self.ops.kind, "F", "O")
+        ascending = _among(self.ops.kind, "F", "O") | self.spread
         return microbatch * self.slices + np.where(ascending, number, self.slices - 1 - number)
 
     def _check_stated_order(self) -> None:
@@ -464,17 +506,34 @@ class _Verifier:
             self._broken("free-order", "microbatch_order", None, "is not ascending, but the problem's order is given.")
 
     def _check_dependencies(self) -> None:
+        start_us, end_us = (np.concatenate([column, self._barrier_us]) for column in (self.start_us, self.end_us))
         for op, before, delay_us in self._dependencies:
-            ready = self.end_us[before] + delay_us
-            for k in np.flatnonzero(self.start_us[op] < ready - self.tolerance).tolist():
-                detail = f"starts before {self.ops[int(before[k])]} lets it ({ready[k]:g} us)."
+            ready = end_us[before] + delay_us
+            for k in np.flatnonzero(start_us[op] < ready - self.tolerance).tolist():
+                detail = f"starts before {self._name(int(before[k]))} lets it ({ready[k]:g} us)."
                 self._broken("dependency", str(self.ops[int(op[k])]), float(self.start_us[op[k]]), detail)
+
+    @cached_property
+    def _barrier_us(self) -> Floats:
+        """Latest end of each spread pass for each microbatch: the time of a node behind those of the ops."""
+        latest_us = np.full((len(self._passes), self.problem.units), self.start_us.min(initial=0.0))
+        passes = np.flatnonzero(self.spread)
+        number, microbatch = self.ops.kind[passes] - len(KINDS), self.ops.microbatch[passes]
+        np.maximum.at(latest_us, (number, microbatch), self.end_us[passes])
+        return latest_us.ravel()
+
+    def _name(self, node: int) -> str:
+        """Name of an op, or of a barrier."""
+        if node < len(self.key):
+            return str(self.ops[node])
+        number, unit = divmod(node - len(self.key), self.problem.units)
+        return f"the last {[*self._passes][number]} of microbatch {unit}"
 
     @cached_property
     def _dependencies(self) -> Sequence[tuple[Ints, Ints, Floats]]:
         """Precedences by the rules of the model: indices of ops and of their predecessors, and the delays."""
         edges = []
-        for op, before, delay_us in self._rules():
+        for op, before, delay_us in (*self._rules(), *self._spread_rules()):
             present = before >= 0
             edges.append((op[present], before[present], np.broadcast_to(delay_us, present.shape)[present]))
         return edges
@@ -482,7 +541,7 @@ class _Verifier:
     def _rules(self) -> Iterator[tuple[Ints, Ints, Floats | float]]:
         """The precedences of each rule, with -1 for a predecessor that is not in the schedule."""
         stage, last = self.ops.stage, len(self.problem.stages) - 1
-        f, b, w, bw, o, r, c, cb, cbw = (self.ops.kind == code for code in range(len(KINDS)))
+        f, b, w, bw, o, r, c, cb, cbw = (self.ops.kind == code for code in range(len(KINDS)))  # no spread pass
         backward = b | bw | cb | cbw
         op = np.flatnonzero(f & (stage > 0))
         yield op, self._relative(op, "F", -1), self._delays_us(op, -1)
@@ -497,6 +556,32 @@ class _Verifier:
         for mask, earlier in rules:
             op = np.flatnonzero(mask)
             yield op, self._relative(op, earlier, 0), 0.0
+
+    def _spread_rules(self) -> Iterator[tuple[Ints, Ints, Floats | float]]:
+        """Each barrier after every op of its pass, and what passes and gated ops come after."""
+        for n, one in enumerate(self._passes.values()):
+            op = np.flatnonzero(self.ops.kind == len(KINDS) + n)
+            yield self._barrier(n, self.ops.microbatch[op]), op, 0.0
+            yield from (self._after(op, after) for after in one.after)
+        for gate in self.problem.gates or ():
+            op = np.flatnonzero(_among(self.ops.kind, *_GATED[gate.op]) & (self.ops.stage == gate.stage))
+            yield from (self._after(op, after) for after in gate.after)
+
+    def _barrier(self, number: int, microbatch: Ints) -> Ints:
+        """Node of a pass for each of these microbatches."""
+        return len(self.key) + number * self.problem.units + microbatch
+
+    def _after(self, op: Ints, after: AfterOp | AfterPass) -> tuple[Ints, Ints, Floats]:
+        """Ops, the node that each comes after, and the time between them: none for an op on the same device."""
+        microbatch = self.ops.microbatch[op]
+        us = after.us * np.array([sort.transfer for sort in self.sorts])[self.unit_sort[microbatch]]
+        if isinstance(after, AfterPass):
+            return op, self._barrier([*self._passes].index(after.pass_name), microbatch), us
+        before = np.full(len(op), -1)
+        for code in _codes(*_GATED[after.op]):
+            found = self._find(self._keys(np.full(len(op), code), np.full(len(op), after.stage), microbatch))
+            before = np.where(found >= 0, found, before)
+        return op, before, us * (self.home[op] != self.problem.stages[after.stage].device)
 
     def _delays_us(self, op: Ints, step: int) -> Floats:
         """Time of the transfer of what each op needs from the stage `step` further, by the factors of that stage."""
@@ -522,7 +607,7 @@ class _Verifier:
         """Each wait names an op on another stream of the same device, and that op ends first."""
         op, before, names = self._waits
         absent = before < 0
-        stream = np.asarray(STREAM_OF_KIND)[self.ops.kind]
+        stream = self._stream_of_kind[self.ops.kind]
         elsewhere = (self.home[before] != self.home[op]) | (stream[before] == stream[op])
         early = self.start_us[op] < self.end_us[before] - self.tolerance
         for wait in np.flatnonzero(absent | elsewhere | early).tolist():
@@ -536,6 +621,11 @@ class _Verifier:
                 self._wait_broken(k, f"starts before {name}, which it waits for, ends ({end:g} us).")
 
     @cached_property
+    def _stream_of_kind(self) -> Ints:
+        """Stream of each kind; spread passes run on that of compute."""
+        return np.array([*STREAM_OF_KIND, *(STREAMS.index("compute") for _ in self._passes)])
+
+    @cached_property
     def _waits(self) -> tuple[Ints, Ints, Sequence[str]]:
         """Waits as columns: index of the op, index of the op it waits for or -1, and the name of that."""
         waiting: list[int] = []
@@ -544,8 +634,9 @@ class _Verifier:
             for index, others_of_op in stream.waits.items():
                 waiting += [first + index] * len(others_of_op)
                 names += others_of_op
-        others = OpArray.parse(" ".join(names))
-        known = (others.stage < len(self.problem.stages)) & (others.microbatch < self.problem.units)
+        others = OpArray.parse(" ".join(names)).numbered([*self._passes])
+        places = np.where(others.kind < len(KINDS), len(self.problem.stages), len(self.problem.devices))
+        known = (others.stage < places) & (others.microbatch < self.problem.units)
         # Outside the problem a key would be that of another op.
         indices = np.where(known, self._find(self._keys(others.kind, others.stage, others.microbatch)), -1)
         return np.array(waiting, np.int64), indices, names
@@ -553,11 +644,12 @@ class _Verifier:
     def _check_cycles(self) -> None:
         """No cycle of ops by rules, streams and waits."""
         op, before, _ = self._edges
-        cycle = find_cycle(op, before, self.start_us)
+        start_us = np.concatenate([self.start_us, self._barrier_us])
+        cycle = find_cycle(op, before, start_us)
         if cycle:
-            names = [str(self.ops[k]) for k in cycle]
+            names = [self._name(k) for k in cycle]
             detail = f"waits for itself: {cycle_text(names)}, each for the one before it."
-            self._broken("deadlock", names[0], float(self.start_us[cycle[0]]), detail)
+            self._broken("deadlock", names[0], float(start_us[cycle[0]]), detail)
 
     @cached_property
     def _edges(self) -> tuple[Ints, Ints, Floats]:
@@ -572,7 +664,7 @@ class _Verifier:
         ]
         op, before, delay_us = (np.concatenate(column) for column in zip(*edges, strict=True))
         if len(self.joined):  # what one op of a block waits for, both do, and not for each other
-            whole = np.arange(len(self.key))
+            whole = np.arange(len(self.key) + len(self._barrier_us))
             whole[self.joined + 1] = self.joined
             apart = whole[op] != whole[before]
             op, before, delay_us = op[apart], before[apart], delay_us[apart]
@@ -621,13 +713,18 @@ class _Verifier:
         copy, earlier = self._channel_pairs(self.start_us + self.end_us)
         op, before = np.concatenate([op, copy]), np.concatenate([before, earlier])
         delay_us = np.concatenate([delay_us, np.zeros(len(copy))])
-        missing_us = np.zeros(len(self.key))
-        np.maximum.at(missing_us, op, self.start_us[before] + self.duration_us[before] + delay_us - self.start_us[op])
+        start_us, duration_us = self._with_barriers(self.start_us, self._barrier_us)
+        missing_us = np.zeros(len(start_us))
+        np.maximum.at(missing_us, op, start_us[before] + duration_us[before] + delay_us - start_us[op])
         if self._value_us(self.start_us) + missing_us.sum() > limit_us:
             least_us = self._exact_value_us(limit_us)
             if least_us > limit_us:
                 detail = f"is {claimed!r}, but with exact durations and delays these orders take {least_us!r}."
                 self._broken("claim", "value_us", None, detail)
+
+    def _with_barriers(self, start_us: Floats, barrier_us: Floats) -> tuple[Floats, Floats]:
+        """Starts and durations of ops, and behind them of barriers, which take no time."""
+        return np.concatenate([start_us, barrier_us]), np.append(self.duration_us, np.zeros(len(barrier_us)))
 
     def _channel_pairs(self, rank: Floats | Ints) -> tuple[Ints, Ints]:
         """Copies and their predecessors on the same channel, when each channel runs its copies by `rank`."""
@@ -652,20 +749,22 @@ class _Verifier:
         may delay others, and a longest path passes each device once: if some span exceeds the limit after as many
         rounds as there are devices, no timing keeps all of them within it.
         """
-        timing = _ExactTiming(self.duration_us, *self._edges, self.start_us + self.end_us)
+        ops, middle = slice(len(self.key)), np.append(self.start_us + self.end_us, 2 * self._barrier_us)
+        _, duration_us = self._with_barriers(self.start_us, self._barrier_us)
+        timing = _ExactTiming(duration_us, *self._edges, middle)
         timing.add(*self._channel_pairs(timing.rank))
-        start_us = timing.earliest_us(np.zeros(len(self.key)))
+        start_us = timing.earliest_us(np.zeros(len(middle)))
         if self.problem.objective == "makespan":
-            return self._value_us(start_us)
+            return self._value_us(start_us[ops])
         slices = [s for s in map(self._device_slice, range(len(self.schedule.devices))) if s.start < s.stop]
         for _ in slices:
-            if self._value_us(start_us) <= limit_us:
+            if self._value_us(start_us[ops]) <= limit_us:
                 break
             for s in slices:
                 begin_us = (start_us[s] + self.duration_us[s]).max() - (limit_us - self.resolution_us)
                 start_us[s] = np.maximum(start_us[s], begin_us)
             start_us = timing.earliest_us(start_us)
-        return self._value_us(start_us)
+        return self._value_us(start_us[ops])
 
     def _device_facts(self, d: int, value_us: float, span_us: float) -> DeviceFacts:
         budget = self.problem.devices[d].memory_bytes
@@ -677,7 +776,7 @@ class _Verifier:
         worst_case = self._worst_case_peak_bytes(d)
         if budget is not None and worst_case is not None and worst_case > budget:
             self._broken("budget-any-timing", f"device {d}", None, f"can reach {worst_case} bytes of {budget}.")
-        computes = np.asarray(STREAM_OF_KIND)[self.ops.kind[ops]] == STREAMS.index("compute")
+        computes = self._stream_of_kind[self.ops.kind[ops]] == STREAMS.index("compute")
         counted = self.duration_us.copy()
         counted[self.joined + 1] = 0.0
         busy = float(np.nansum(counted[ops][computes]))
@@ -700,7 +799,10 @@ class _Verifier:
         def of_unit(s: int, kind: str, mode: str, sort: UnitSort) -> tuple[int, int]:
             return memory_changes(self.problem.stages[s], kind, mode, unit_sizes(self.problem, s, sort))
 
-        changes: Ints = self._by_kind(of_unit, np.int64)
+        def of_pass(name: str, device: int, sort: UnitSort) -> tuple[int, int]:
+            return pass_changes(self.problem, name, device, sort)
+
+        changes: Ints = self._by_kind(of_unit, of_pass, np.int64)
         return changes
 
     def _check_host(self) -> int:
@@ -716,7 +818,7 @@ class _Verifier:
             offload = _offload(self.problem.stages[s], mode)
             return unit_sizes(self.problem, s, sort).size(offload.bytes) if offload and kind in ("O", "R") else 0
 
-        held = self._by_kind(moved, np.int64)[copies]
+        held = self._by_kind(moved, lambda *_: 0, np.int64)[copies]
         offloads = self.ops.kind[copies] == KINDS.index("O")
         changes = np.stack([held * offloads, -held * ~offloads], axis=1)
         ops, start_us, end_us = self.ops[copies], self.start_us[copies], self.end_us[copies]
@@ -814,10 +916,14 @@ def _codes(*kinds: str) -> list[int]:
 
 def _among(kind: Ints, *kinds: str) -> Bools:
     """True for each op of one of these kinds."""
-    chosen = np.zeros(len(KINDS), bool)
+    chosen = np.zeros(len(KINDS) + MAX_PASSES, bool)
     chosen[_codes(*kinds)] = True
     among: Bools = chosen[kind]
     return among
+
+
+_GATED = {"F": ("F",), "B": ("B", "BW", "CB", "CBW"), "W": ("W", "BW", "CBW")}
+"""Kinds that do what passes come after, and what gates delay."""
 
 
 def _recomputes(stage: Stage, mode: str) -> bool:

@@ -31,6 +31,7 @@ from optpipe.errors import DeadlockError
 from optpipe.kinds import KINDS
 from optpipe.ops import Op, OpArray, WaitArray
 from optpipe.problem import Problem
+from optpipe.spread import SpreadPass
 from optpipe.stage import Stage
 
 Ints = NDArray[np.int64]
@@ -78,8 +79,23 @@ def _levels(problem: Problem, ops: OpArray, modes: Ints | None, joined: Ints) ->
     """
     if not len(ops):
         return np.zeros(1, np.int64)
-    numbers, stage = np.unique(ops.stage, return_inverse=True)
     unit_sort, sorts = unit_sorts(problem)
+    of_ops = np.zeros((len(ops), 2), np.int64)
+    passes, others = np.flatnonzero(ops.spread), np.flatnonzero(~ops.spread)
+    for k, op in zip(passes.tolist(), ops[passes], strict=True):
+        of_ops[k] = pass_changes(problem, op.kind, op.stage, sorts[unit_sort[op.microbatch]])
+    of_ops[others] = _stage_changes(problem, ops[others], modes, unit_sort, sorts)
+    of_ops[joined, 1], of_ops[joined + 1, 0] = of_ops[joined + 1, 0], of_ops[joined, 1]
+    return np.concatenate([[0], np.cumsum(of_ops)])
+
+
+def _stage_changes(
+    problem: Problem, ops: OpArray, modes: Ints | None, unit_sort: Ints, sorts: Sequence[UnitSort]
+) -> Ints:
+    """Changes of memory of ops of stages: an array (ops, 2)."""
+    numbers, stage = np.unique(ops.stage, return_inverse=True)
+    if not len(ops):
+        return np.zeros((0, 2), np.int64)
     names = [[None] if modes is None else mode_names(problem.stages[s]) for s in numbers]
     changes = np.zeros((len(KINDS), len(numbers), max(map(len, names)), len(sorts), 2), np.int64)
     kinds = np.flatnonzero(np.bincount(ops.kind)).tolist()
@@ -89,13 +105,15 @@ def _levels(problem: Problem, ops: OpArray, modes: Ints | None, joined: Ints) ->
             for k, (m, name) in product(kinds, enumerate(of_stage)):
                 changes[k, n, m, u] = memory_changes(problem.stages[s], KINDS[k], name, sizes)
     mode = 0 if modes is None else modes[ops.stage, ops.microbatch]
-    of_ops = changes[ops.kind, stage, mode, unit_sort[ops.microbatch]]
-    of_ops[joined, 1], of_ops[joined + 1, 0] = of_ops[joined + 1, 0], of_ops[joined, 1]
-    return np.concatenate([[0], np.cumsum(of_ops)])
+    of_ops: Ints = changes[ops.kind, stage, mode, unit_sort[ops.microbatch]]
+    return of_ops
 
 
 class UnitSort(NamedTuple):
-    """Determinants of a unit's costs: the factors of its microbatch as written, and the number of its slice."""
+    """Determinants of a unit's costs: the factors of its microbatch as written, and the number of its slice.
+
+    `time` is that of spread passes.
+    """
 
     forward: float = 1
     backward_input: float = 1
@@ -104,6 +122,7 @@ class UnitSort(NamedTuple):
     bytes: float = 1
     transfer: float = 1
     slice: int = 0
+    time: float = 1
 
 
 def unit_sorts(problem: Problem) -> tuple[Ints, Sequence[UnitSort]]:
@@ -120,7 +139,8 @@ def unit_sorts(problem: Problem) -> tuple[Ints, Sequence[UnitSort]]:
             own = factors[unit // slices]
             times = [own.forward, own.backward_input, own.backward_weight, own.recompute]
             forward, backward, weight, again = (own.time if factor is None else factor for factor in times)
-            sort = UnitSort(forward, backward, weight, again, own.bytes, own.transfer, sort.slice)
+            of_passes = own.time if problem.spread else 1
+            sort = UnitSort(forward, backward, weight, again, own.bytes, own.transfer, sort.slice, of_passes)
         unit_sort.append(numbers.setdefault(sort, len(numbers)))
     return np.array(unit_sort), list(numbers)
 
@@ -212,6 +232,23 @@ def memory_changes(stage: Stage, kind: str, mode: str | None = None, unit: UnitS
     return work + unit.taken_bytes, -work - held + (left if kind in ("B", "CB") else 0) - unit.freed_bytes
 
 
+def pass_changes(problem: Problem, name: str, device: int, sort: UnitSort) -> tuple[int, int]:
+    """Signed changes of device memory at the start and at the end of an op of a spread pass.
+
+    It takes what it keeps and its workspace; at its end that leaves, and what the pass that it frees keeps.
+    """
+    passes = {one.name: one for one in problem.spread or ()}
+    size = UnitSizes(Fraction(str(sort.bytes))).size
+
+    def kept(one: SpreadPass) -> int:
+        return size(one.kept_bytes[device]) if one.kept_bytes and one.us[device] else 0
+
+    own = passes[name]
+    work = size(own.workspace_bytes[device]) if own.workspace_bytes and own.us[device] else 0
+    freed = kept(passes[own.frees]) if own.frees and own.us[device] else 0
+    return kept(own) + work, -work - freed
+
+
 def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits, joined: Ints) -> tuple[Ints, Ints, Ints]:
     """Direct predecessors of each op on its own device, by rules and waits, in compressed sparse row form.
 
@@ -221,6 +258,8 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits, joined:
     op k are `first[k]` to `first[k + 1]`; entry e says that `events[e]` events of `stream[e]` must have happened.
     """
     stages, units = len(problem.stages), problem.units
+    if problem.spread:  # the stage of a pass is its device
+        stages = max(stages, len(problem.devices))
     key = (ops.kind * stages + ops.stage) * units + ops.microbatch
     order = np.argsort(key)
     sorted_key = key[order]

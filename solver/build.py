@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import VerificationError
-from optpipe.kinds import KINDS, PASSAGE, ROWS, STREAM_OF_KIND, STREAMS
+from optpipe.kinds import KINDS, PASSAGE, ROWS, STREAMS
 from optpipe.memory import Times, derive_waits
 from optpipe.ops import DeviceOrders, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
@@ -80,8 +80,8 @@ NamedWaits = tuple[NDArray[np.int64], Sequence[str]]
 
 def _named_waits(simulation: Simulation, orders: Orders) -> NamedWaits:
     waits, ops = WaitArray.of(orders.waits), simulation.ops
-    size = len(simulation.problem.stages), simulation.problem.units
-    at = np.zeros((len(KINDS), *size), np.int64)
+    places = int(max(ops.stage.max(initial=0), waits.op.stage.max(initial=0))) + 1
+    at = np.zeros((len(KINDS) + len(ops.passes), places, simulation.problem.units), np.int64)
     at[ops.kind, ops.stage, ops.microbatch] = np.arange(len(ops))
     index = at[waits.op.kind, waits.op.stage, waits.op.microbatch]
     order = np.argsort(index, kind="stable")
@@ -170,8 +170,7 @@ def orders_from_times(
     at most `tolerance` count as equal where waits are derived.
     """
     ops = _in_order(problem, planned, microbatch_order)
-    lists = lower(problem).device[ops.stage] * len(STREAMS)
-    lists += np.asarray(STREAM_OF_KIND)[ops.kind]
+    lists = lower(problem).device_of(ops) * len(STREAMS) + ops.stream
     by_list = np.argsort(lists, kind="stable")
     ends = np.cumsum(np.bincount(lists, minlength=len(problem.devices) * len(STREAMS)))
     streams = [ops[places] for places in np.split(by_list, ends[:-1])]
@@ -186,10 +185,11 @@ def orders_from_times(
 
 def _in_order(problem: Problem, planned: Times, microbatch_order: Sequence[int] | None) -> OpArray:
     """Ops by time; ops without length at one instant in the order in which a microbatch passes through them."""
-    ops = OpArray.of(list(planned))
+    ops = OpArray.of(list(planned)).numbered(problem.pass_names)
     start, end = np.array(list(planned.values())).reshape(-1, 2).T
-    rank = np.array([PASSAGE.index(row.duties[0]) for row in ROWS])[ops.kind]
-    ahead = np.array([row.ascends for row in ROWS])[ops.kind]
+    passes = range(len(problem.pass_names))
+    rank = np.array([*(PASSAGE.index(row.duties[0]) for row in ROWS), *(len(PASSAGE) + n for n in passes)])[ops.kind]
+    ahead = np.array([*(row.ascends for row in ROWS), *(True for _ in passes)])[ops.kind]
     way = np.where(ahead, ops.stage, -ops.stage)
     forward, backward = (np.argsort(problem.units_in_order(kind, microbatch_order)) for kind in "FB")
     place = np.where(ahead, forward[ops.microbatch], backward[ops.microbatch])

@@ -116,7 +116,8 @@ def _with_recomputation(ops: OpArray, ahead: Bools, inside: Bools) -> OpArray:
     last = _end(ops, inside)
     twice = np.flatnonzero(np.isin(ops.kind, codes(PLAIN_BACKWARD.values())) & ahead[ops.stage, ops.microbatch])
     kind = np.insert(last.kind, twice, _C)
-    return OpArray(kind, *(np.insert(column, twice, column[twice]) for column in (ops.stage, ops.microbatch)))
+    stage, microbatch = (np.insert(column, twice, column[twice]) for column in (ops.stage, ops.microbatch))
+    return OpArray(kind, stage, microbatch)
 
 
 def _begin(ops: OpArray, ahead: Bools, inside: Bools) -> OpArray:
@@ -305,10 +306,12 @@ def _with_modes(orders: Orders, units: Bools, targets: Ints) -> Orders:
     """Orders in which some units are in other modes, which move nothing and recompute as before or not at all."""
 
     def changed(ops: OpArray) -> tuple[OpArray, Bools]:
-        at = ops.stage, ops.microbatch
-        whole = units[at] & (targets[at] == 0)
-        gone = units[at] & np.isin(ops.kind, codes(COPIES)) | whole & (ops.kind == _C)
-        return OpArray(np.where(whole, _PLAIN[ops.kind], ops.kind), *at), ~gone
+        at = np.where(ops.spread, 0, ops.stage), ops.microbatch  # the stage of a spread pass is a device
+        chosen = units[at] & ~ops.spread
+        whole = chosen & (targets[at] == 0)
+        gone = chosen & np.isin(ops.kind, codes(COPIES)) | whole & (ops.kind == _C)
+        kind = np.where(whole, _PLAIN[np.where(ops.spread, 0, ops.kind)], ops.kind)
+        return OpArray(kind, ops.stage, ops.microbatch, ops.passes), ~gone
 
     def left(ops: Sequence[Op]) -> OpArray:
         other, stays = changed(OpArray.of(ops))

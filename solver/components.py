@@ -15,11 +15,11 @@ COMPONENTS = {
     "list kind": ("offloading-lists", "recomputing-lists", "planned-lists", "random-lists"),
     "bound": (
         *("chain", "release-order", "warmup-cooldown", "memory-time", "rounds", "shared-channel", "whole-forwards"),
-        *("modes", "unit-device", "free-order"),
+        *("modes", "unit-device", "free-order", "spread"),
     ),
     "start": (
         *("gpipe", "1f1b", "interleaved-1f1b", "seq1f1b", "slimpipe", "zb-h1", "zb-h2", "zb-auto", "zb-v"),
-        *("v-min", "v-half", "v-zb", "gis", "gis-h", "po-h", "po-f", "dualpipe-v", "ada-offload"),
+        *("v-min", "v-half", "v-zb", "gis", "gis-h", "po-h", "po-f", "dualpipe-v", "vocab-1", "vocab-2", "ada-offload"),
         *("repeated", "unfilled", "even-warm-up", "within-memory", "by-stage", "in-order", "first-lists", "floor"),
     ),
 }

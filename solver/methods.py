@@ -27,6 +27,7 @@ from solver.published import (
     RECOMPUTATION,
     SEQ1F1B,
     SLIMPIPE,
+    VOCABULARY,
     ZERO_BUBBLE,
     Paper,
 )
@@ -40,17 +41,19 @@ from solver.published.pipe_offload import gis, gis_h, po_f, po_h
 from solver.published.recompute import one_f_one_b_recompute, one_f_one_b_recompute_ahead
 from solver.published.seq1f1b import seq1f1b, slimpipe
 from solver.published.v_family import v_half, v_min, v_zb
+from solver.published.vocab import vocab_1, vocab_2
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
 from solver.scale import refuse_beyond_milp, refuse_too_many_costs
 from solver.searches import SEARCHES, Search
 
-Feature = Literal["backwards in one piece", "costs of units", "slices", "free order"]
+Feature = Literal["backwards in one piece", "costs of units", "slices", "free order", "spread passes"]
 """Features of problems that not every method is made for; `refuse_unsupported` tells which problem has it."""
 
 UNEQUAL: frozenset[Feature] = frozenset({"costs of units", "free order"})
 WHOLE_BACKWARDS: frozenset[Feature] = UNEQUAL | {"backwards in one piece"}
-EVERYTHING: frozenset[Feature] = WHOLE_BACKWARDS | {"slices"}
+WHOLE_MODELS: frozenset[Feature] = WHOLE_BACKWARDS | {"slices"}
+EVERYTHING: frozenset[Feature] = WHOLE_MODELS | {"spread passes"}
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ _ANY = "any placement, offload, budgets, shared channels"
 _ALL = f"{_ANY}, modes, slices, free order"
 _SEARCH = "simulated annealing over orders, offloads, activation modes and waits"
 _PATTERN = "one block of a microbatch, repeated every period"
+_TWO_PASSES = "one stage a device, two spread passes, no offload"
+_SPREAD: frozenset[Feature] = WHOLE_BACKWARDS | {"spread passes"}
 _SPLIT: frozenset[Feature] = UNEQUAL | {"slices"}
 _AFTER = "1F1B, every microbatch recomputed after its gradient has come"
 _AHEAD = "1F1B, every microbatch recomputed before its gradient comes"
@@ -115,11 +120,11 @@ _METHODS = (
         "exact",
         "mixed-integer program, HiGHS, proves optimality",
         _ALL,
-        EVERYTHING,
+        WHOLE_MODELS,
         search=SEARCHES["milp"],
         refuse=refuse_beyond_milp,
     ),
-    Method("search", "search", _SEARCH, _ALL, EVERYTHING, search=SEARCHES["search"], refuse=refuse_too_many_costs),
+    Method("search", "search", _SEARCH, _ALL, WHOLE_MODELS, search=SEARCHES["search"], refuse=refuse_too_many_costs),
     Method(
         "pattern",
         "search",
@@ -129,15 +134,15 @@ _METHODS = (
         search=SEARCHES["pattern"],
         refuse=refuse_without_cycle,
     ),
-    _published("gpipe", gpipe, GPIPE, "all forwards, then all backwards", f"{_ONE_STAGE}, slices", EVERYTHING),
+    _published("gpipe", gpipe, GPIPE, "all forwards, then all backwards", f"{_ONE_STAGE}, slices", WHOLE_MODELS),
     _published(
         "1f1b", one_f_one_b, PIPEDREAM_FLUSH, "one forward, one backward, B and W fused", _ONE_STAGE, WHOLE_BACKWARDS
     ),
     _published(
         "interleaved-1f1b", interleaved_1f1b, MEGATRON, "1F1B over the chunks of a device", _CHUNKS, WHOLE_BACKWARDS
     ),
-    _published("seq1f1b", seq1f1b, SEQ1F1B, "1F1B over slices of sequences", _SLICED, EVERYTHING),
-    _published("slimpipe", slimpipe, SLIMPIPE, "1F1B over slices, further ahead", _SLICED, EVERYTHING),
+    _published("seq1f1b", seq1f1b, SEQ1F1B, "1F1B over slices of sequences", _SLICED, WHOLE_MODELS),
+    _published("slimpipe", slimpipe, SLIMPIPE, "1F1B over slices, further ahead", _SLICED, WHOLE_MODELS),
     _published("1f1b-recompute", one_f_one_b_recompute, RECOMPUTATION, _AFTER, _RECOMPUTE, WHOLE_BACKWARDS),
     _published("1f1b-recompute-ahead", one_f_one_b_recompute_ahead, MARIO, _AHEAD, _RECOMPUTE, WHOLE_BACKWARDS),
     _published("zb-h1", zb_h1, ZERO_BUBBLE, "Zero Bubble, handcrafted, memory of 1F1B", _ONE_STAGE, UNEQUAL),
@@ -154,6 +159,8 @@ _METHODS = (
     _published(
         "dualpipe-v", dualpipe_v, DUALPIPE, "blocks of a forward and a backward, 2p + 1 chunks", _V, WHOLE_BACKWARDS
     ),
+    _published("vocab-1", vocab_1, VOCABULARY, "1F1B with a spread vocabulary, two barriers", _TWO_PASSES, _SPREAD),
+    _published("vocab-2", vocab_2, VOCABULARY, "1F1B with a spread vocabulary, one barrier", _TWO_PASSES, _SPREAD),
     _published("ada-offload", ada_offload, OPTPIPE, _ADA_OFFLOAD, f"{_ANY}, modes by stage", UNEQUAL),
 )
 METHODS: dict[str, Method] = {method.name: method for method in _METHODS}
@@ -216,6 +223,10 @@ def refuse_unsupported(method: Method, problem: Problem) -> None:
         "costs of units": (
             problem.has_factors,
             "takes all microbatches to be alike, but some have costs of their own",
+        ),
+        "spread passes": (
+            bool(problem.spread or problem.gates),
+            f"knows no spread passes, but the problem has {', '.join(problem.pass_names) or 'gates'}",
         ),
         "free order": (problem.has_free_order, "keeps the order of the microbatches, but microbatch_order is 'free'"),
     }

@@ -66,7 +66,7 @@ def _renamed(orders: Orders, units: Ints, microbatch_order: list[int] | None) ->
 
     def renamed(ops: Sequence[Op]) -> OpArray:
         columns = OpArray.of(ops)
-        return OpArray(columns.kind, columns.stage, units[columns.microbatch])
+        return OpArray(columns.kind, columns.stage, units[columns.microbatch], columns.passes)
 
     modes: Ints | None = None
     if orders.modes is not None:

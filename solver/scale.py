@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from math import ceil, gcd, lcm
+from math import ceil, gcd, isnan, lcm
 
 import numpy as np
 
@@ -23,6 +23,7 @@ def horizon_us(problem: Problem, value_us: float) -> float:
     """
     if value_us < float("inf"):
         return value_us if problem.objective == "makespan" else 2 * value_us
+    lags_us = sum(float(lag.us.sum()) for lag in lower(problem).lags)
     if problem.has_factors:
         counts = np.bincount(problem.unit_class).tolist()
         beside: float = sum(
@@ -30,10 +31,11 @@ def horizon_us(problem: Problem, value_us: float) -> float:
             for of_classes in problem.unit_stages
             for count, stage in zip(counts, of_classes, strict=True)
         )
-        return sum(problem.work_us) + beside + sum(float(us.sum()) for us in problem.unit_delays_us.values())
+        delays_us = sum(float(us.sum()) for us in problem.unit_delays_us.values())
+        return sum(problem.work_us) + beside + delays_us + lags_us
     beside = sum(max(map(_beside_us, stage.choices)) for stage in problem.stages)
     delays = sum(problem.forward_delay_us) + sum(problem.backward_delay_us)
-    return sum(problem.work_us) + problem.units * (beside + delays)
+    return sum(problem.work_us) + problem.units * (beside + delays) + lags_us
 
 
 def _beside_us(mode: Mode) -> float:
@@ -71,11 +73,15 @@ def without_endless_copies(problem: Problem, horizon_us: float) -> Problem:
 
 
 def count_ops(problem: Problem) -> int:
-    """F, B and W of all stages and microbatches, O and R where a stage may offload, and C where it may recompute."""
+    """F, B and W of all stages and microbatches, O and R where a stage may offload, and C where it may recompute.
+
+    Besides, those of spread passes.
+    """
     stages = [stage.choices for stage in problem.stages]
     offloading = sum(any(mode.offload for mode in choices) for choices in stages)
     recomputing = sum(any(mode.recomputes for mode in choices) for choices in stages)
-    return problem.units * (3 * len(stages) + 2 * offloading + recomputing)
+    spread = sum(us > 0 for one in problem.spread or () for us in one.us)
+    return problem.units * (3 * len(stages) + 2 * offloading + recomputing + spread)
 
 
 def count_entries(problem: Problem) -> int:
@@ -106,7 +112,7 @@ def value_step_us(problem: Problem) -> float:
 def time_unit_us(problem: Problem) -> Fraction:
     """The largest time of which all durations and delays of a problem are multiples (1 where none has a length)."""
     times = {time for of_classes in problem.unit_stages for stage in of_classes for time in stage_times_us(stage)}
-    times |= {*problem.block_us.values()}
+    times |= {*problem.block_us.values(), *spread_times_us(problem)}
     if problem.has_factors:
         stages = range(len(problem.stages)) if problem.overlaps else ()
         factors = {one for s in stages for unit in problem.class_units for one in problem.unit_factors(s, unit)[:3]}
@@ -118,6 +124,13 @@ def time_unit_us(problem: Problem) -> Fraction:
     if not lengths:
         return Fraction(1)
     return Fraction(gcd(*(length.numerator for length in lengths)), lcm(*(length.denominator for length in lengths)))
+
+
+def spread_times_us(problem: Problem) -> set[float]:
+    """Durations of spread passes for all units, and the times of all their waits and those of gates."""
+    graph = lower(problem)
+    durations = {time for one in graph.passes for time in one.duration_us.ravel().tolist() if not isnan(time)}
+    return durations.union(*(lag.us.tolist() for lag in graph.lags))
 
 
 def stage_times_us(stage: Stage) -> list[float]:

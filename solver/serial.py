@@ -11,7 +11,7 @@ left by the stages so far, peak so far), of which it keeps those that no other i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -122,9 +122,12 @@ def _with_modes(problem: Problem) -> Orders:
     modes = np.zeros((len(problem.stages), problem.units), np.int64)
     for i in _planned_microbatches(problem):
         there = sorted(((s, unit) for s, unit in chosen if unit in _units_of(problem, i)), key=lambda at: at[::-1])
-        passes = [Op(kind, *at) for at in there for kind in chosen[at].forward]
-        passes += [Op(kind, *at) for at in reversed(there) for kind in chosen[at].backward]
-        planned |= {op: (len(planned) + n, len(planned) + n + 1) for n, op in enumerate(passes)}
+        ops = []
+        for step in _steps(problem, graph, i):
+            own = chosen.get((step.stage, step.microbatch)) if step.kind in KIND else None
+            kinds = (step.kind,) if own is None else own.forward if step.kind == "F" else own.backward
+            ops += [step._replace(kind=kind) for kind in kinds]
+        planned |= {op: (len(planned) + n, len(planned) + n + 1) for n, op in enumerate(ops)}
         for at in there:
             modes[at] = chosen[at].mode
     if problem.units > len(_planned_microbatches(problem)) * problem.slice_count:
@@ -141,6 +144,31 @@ def _planned_microbatches(problem: Problem) -> range:
 def _units_of(problem: Problem, i: int) -> range:
     """The units of a microbatch."""
     return range(i * problem.slice_count, (i + 1) * problem.slice_count)
+
+
+def _steps(problem: Problem, graph: TaskGraph, i: int) -> list[Op]:
+    """The forwards of a microbatch, its backwards with all that these need, and its spread passes, one by one.
+
+    A pass runs as late as may be: before what waits for it.
+    """
+    steps: list[Op] = []
+    done: set[int] = set()
+
+    def run(numbers: Iterable[int | None]) -> None:
+        for n in numbers:
+            if n is not None and n not in done:
+                done.add(n)
+                run(lag.spread for lag in graph.passes[n].after)
+                steps.extend(Op(graph.passes[n].name, d, i) for d in graph.passes[n].devices)
+
+    stages = range(len(problem.stages))
+    places = [(s, unit) for unit in _units_of(problem, i) for s in stages]
+    for kind, ordered in (("F", places), ("B", places[::-1])):
+        for s, unit in ordered:
+            run(lag.spread for lag in graph.gates.get((kind, s), ()))
+            steps.append(Op(kind, s, unit))
+    run(range(len(graph.passes)))
+    return steps
 
 
 def _for_all(problem: Problem, orders: Orders) -> Orders:
@@ -184,6 +212,11 @@ def with_statable_peaks(problem: Problem) -> Problem:
                 for s in stages
                 for count, unit in zip(counts, problem.class_units, strict=True)
             )
+            most += sum(
+                count * int(one.kept_bytes[d, u] + one.workspace_bytes[d, u])
+                for one in graph.passes
+                for u, count in enumerate(counts)
+            )
             beyond += [d] if most > MAX_BYTES else []
     if not beyond:
         return problem
@@ -224,7 +257,7 @@ def _repeated(orders: Orders, microbatches: int) -> Orders:
     second = np.flatnonzero(waits.op.microbatch)
     at, later = np.repeat(second, microbatches - 2), np.tile(np.arange(1, microbatches - 1), len(second))
     repeated = [
-        OpArray.joined([ops, OpArray(ops.kind[at], ops.stage[at], ops.microbatch[at] + later)])
+        OpArray.joined([ops, OpArray(ops.kind[at], ops.stage[at], ops.microbatch[at] + later, ops.passes)])
         for ops in (waits.op, waits.before)
     ]
     devices = [DeviceOrders(*(_tiled(ops, microbatches) for ops in device.streams())) for device in orders.devices]
@@ -235,7 +268,7 @@ def _repeated(orders: Orders, microbatches: int) -> Orders:
 def _tiled(ops: Sequence[Op], microbatches: int) -> OpArray:
     first = OpArray.of(ops)[: len(ops) // 2]
     which = np.repeat(np.arange(microbatches), len(first))
-    return OpArray(np.tile(first.kind, microbatches), np.tile(first.stage, microbatches), which)
+    return OpArray(np.tile(first.kind, microbatches), np.tile(first.stage, microbatches), which, first.passes)
 
 
 class _Serial:
@@ -265,8 +298,16 @@ class _Serial:
         return _for_all(self.problem, orders_from_times(self.problem, self.planned))
 
     def _microbatch(self, i: int) -> bool:
-        places = [(s, unit) for unit in _units_of(self.problem, i) for s in range(len(self.problem.stages))]
-        return all(self._forward(*at) for at in places) and all(self._backward(*at) for at in reversed(places))
+        run = {"F": self._forward, "B": self._backward}
+        steps = _steps(self.problem, self.graph, i)
+        return all(run[op.kind](*op[1:]) if op.kind in run else self._spread(op) for op in steps)
+
+    def _spread(self, op: Op) -> bool:
+        """Run an op of a spread pass."""
+        if not self._make_room(op.stage, self._changes(*op)[0]):
+            return False
+        self._run(op)
+        return True
 
     def _forward(self, s: int, i: int) -> bool:
         device = int(self.graph.device[s])
@@ -339,4 +380,5 @@ class _Serial:
 
     def _run(self, op: Op) -> None:
         self.planned[op] = (len(self.planned), len(self.planned) + 1)
-        self.memory[self.graph.device[op.stage]] += sum(self._changes(*op))
+        device = self.graph.device[op.stage] if op.kind in KIND else op.stage
+        self.memory[device] += sum(self._changes(*op))

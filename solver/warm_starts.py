@@ -104,7 +104,19 @@ def zb_auto_of_whole_forwards(problem: Problem) -> Orders:
     return zb_auto(problem, forwards_before_first_backward(problem) or None)
 
 
-WITHOUT_KERNELS = ("1f1b", "gpipe", "seq1f1b", "slimpipe", "zb-h1", "zb-h2", "gis", "interleaved-1f1b", "dualpipe-v")
+WITHOUT_KERNELS = (
+    "1f1b",
+    "gpipe",
+    "seq1f1b",
+    "slimpipe",
+    "zb-h1",
+    "zb-h2",
+    "gis",
+    "interleaved-1f1b",
+    "dualpipe-v",
+    "vocab-1",
+    "vocab-2",
+)
 """Published schedules made without a compiled kernel, within a tenth of a second each for 400,000 ops."""
 
 WITH_KERNELS = (
@@ -175,7 +187,7 @@ def starts(
     if adapts_to_memory and _may_need_to_fit(problem):
         able.append(("1f1b, within-memory", one_f_one_b_within_memory))
     able = [(name, make) for name, make in able if without.isdisjoint(name.split(", "))]
-    if not problem.has_modes:
+    if not problem.has_modes or problem.spread:
         yield from ((name, partial(make, problem)) for name, make in able)
         if problem.has_free_order and "in-order" not in without:
             for order_name, microbatch_order in likely_orders(problem):
@@ -202,6 +214,8 @@ def _is_able(name: str, problem: Problem) -> bool:
 
 def _may_need_to_fit(problem: Problem) -> bool:
     """True if memory counts and no published method fits schedules to it: of `ada-offload` all is split and whole."""
+    if problem.spread or problem.gates:
+        return False
     limited = any(device.memory_bytes is not None for device in problem.devices)
     alike = not problem.has_factors and problem.slice_count == 1
     return limited and not (alike and all(stage.split_backward for stage in problem.stages))

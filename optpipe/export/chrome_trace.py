@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from optpipe.kinds import STREAMS
+from optpipe.kinds import KINDS, STREAMS
 from optpipe.memory import Curve, planned_memory
 from optpipe.ops import Op
 from optpipe.problem import Problem
@@ -72,7 +72,7 @@ def _transfers(schedule: Schedule) -> Iterator[tuple[int, ScheduledOp, int, Sche
     at: dict[tuple[str, int, int], tuple[int, ScheduledOp]] = {}
     for d, device in enumerate(schedule.devices):
         for op in device.compute:
-            if op.op in ("W", "C"):  # they send nothing
+            if op.op in ("W", "C") or op.op not in KINDS:  # they send nothing along the stages
                 continue
             direction = "forward" if op.op == "F" else "backward"
             at[direction, op.stage, op.microbatch] = d, op

@@ -134,8 +134,8 @@ def usable_bytes(problem: Problem, device: int) -> float:
     if budget is None:
         return float("inf")
     graph = lower(problem)
-    there = ~np.isnan(graph.duration_us).reshape(graph.shape)[:, list(problem.stages_of[device])]
-    changes = graph.device_bytes.reshape(*graph.shape, 2)[:, list(problem.stages_of[device])]
+    there = ~np.isnan(graph.of_stages(graph.duration_us))[:, list(problem.stages_of[device])]
+    changes = graph.of_stages(graph.device_bytes)[:, list(problem.stages_of[device])]
     divisor = int(np.gcd.reduce(changes[there], axis=None))
     return budget - budget % divisor if divisor else budget
 
@@ -266,7 +266,7 @@ def fusing_may_help(problem: Problem, s: int) -> bool:
         return True
     if problem.devices[graph.device[s]].memory_bytes is None:
         return False
-    changes = graph.device_bytes.reshape(*graph.shape, 2)[:, s]
+    changes = graph.of_stages(graph.device_bytes)[:, s]
     for half, whole in WHOLE_BACKWARD.items():
         options = [option for option in range(graph.options[s]) if graph.has(half, s, option)]
         parts = np.concatenate([changes[CODE[half], options], changes[CODE["W"], options, :, :1]], axis=-1)

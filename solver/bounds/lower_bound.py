@@ -14,6 +14,7 @@ from solver.bounds.device import longest_chain_us
 from solver.bounds.modes import mode_bounds_us
 from solver.bounds.rounds import round_bounds_us
 from solver.bounds.shared_channel import shared_channel_bounds_us
+from solver.bounds.spread import spread_bound_us
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import MOST_RELEASE_NODES, from_stage, ordered_bounds_us
 from solver.bounds.units import memory_time_bounds_us, unit_bounds_us, unit_device_bounds_us
@@ -47,8 +48,12 @@ def lower_bounds_us(problem: Problem, without: Set[str] = frozenset()) -> dict[s
     modes. With budgets there are both in one (`solver.bounds.modes`).
     Where microbatches have costs or slices of their own `solver.bounds.units` has all of these in its own terms. What
     it says of the order of units counts for equal microbatches as well, up to `MOST_RELEASE_NODES`.
-    All of these are of F, B and W: where the first stages have F alone, of the stages behind them.
+    All of these are of F, B and W: where the first stages have F alone, of the stages behind them. Without its spread
+    passes and gates a schedule is one of the problem that has none, and takes no longer.
     """
+    if problem.spread or problem.gates:
+        bounds = lower_bounds_us(problem.replaced(spread=None, gates=None), without)
+        return bounds | _kept({"spread": spread_bound_us(problem)}, without)
     if problem.overlaps:
         apart, bounds = without_blocks(problem), lower_bounds_us(block_relaxation(problem), without)
         if not problem.has_factors and problem.slice_count == 1:  # a block makes no op shorter
@@ -101,7 +106,7 @@ def _work_bounds_us(problem: Problem) -> Sequence[float]:
     """
     graph = lower(problem)
     counts = np.bincount(graph.unit_class)
-    us = graph.duration_us.reshape(graph.shape)
+    us = graph.of_stages(graph.duration_us)
     least_us = np.array(
         [
             np.min(

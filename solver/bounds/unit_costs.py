@@ -85,8 +85,8 @@ def _costs(graph: TaskGraph) -> Sequence[NDArray[Any]]:
     times, sizes = {name: np.nan_to_num(us) for name, us in graph.times_us.items()}, graph.sizes_bytes
     backward, weight = times["backward_input"][:, 0], times["backward_weight"][:, 0]
     splits = graph.splits[:, None]
-    there = ~np.isnan(graph.duration_us).reshape(graph.shape)
-    changes = np.where(there[..., None], graph.device_bytes.reshape(*graph.shape, 2), 0)
+    there = ~np.isnan(graph.of_stages(graph.duration_us))
+    changes = np.where(there[..., None], graph.of_stages(graph.device_bytes), 0)
     forward, backward_started, again, inside = (changes[CODE[kind]] for kind in ("F", "B", "C", "CB"))
     started, kept = forward[..., 0].min(axis=1), forward.sum(axis=-1)
     ahead = kept + again.sum(axis=-1) + backward_started[..., 0]

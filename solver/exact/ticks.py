@@ -14,6 +14,7 @@ from math import ceil, floor
 import numpy as np
 
 from optpipe.problem import Problem
+from optpipe.task_graph import lower
 from solver.scale import MAX_STEPS, stage_times_us, time_unit_us
 
 ROUNDING = Fraction(1, 10**11)
@@ -120,8 +121,10 @@ class TimeGrid:
 def _instant_ops(problem: Problem, below_us: float) -> int:
     """Most ops that take `below_us` or less, whatever the modes."""
     counts = np.bincount(problem.unit_class).tolist()
-    return sum(
+    of_stages = sum(
         count * sum(time_us <= below_us for time_us in stage_times_us(stage))
         for of_classes in problem.unit_stages
         for count, stage in zip(counts, of_classes, strict=True)
     )
+    of_passes = [int((one.duration_us <= below_us).sum(axis=0) @ counts) for one in lower(problem).passes]
+    return int(of_stages) + sum(of_passes)

@@ -122,6 +122,7 @@ def _pack(orders: Orders) -> Message:
     return {
         "devices": len(orders.devices),
         "lengths": [len(ops) for ops in lists],
+        "passes": list(ops.passes),
         "ops": binascii.b2a_base64(numbers.tobytes(), newline=False).decode("ascii"),
         "modes": None if orders.modes is None else orders.modes.tolist(),
         "microbatch_order": None if orders.microbatch_order is None else list(orders.microbatch_order),
@@ -132,7 +133,7 @@ def _unpack(packed: Message) -> Orders:
     """The orders of a message."""
     numbers = np.frombuffer(binascii.a2b_base64(packed["ops"]), np.int64)
     mask = (1 << _BITS) - 1
-    ops = OpArray(numbers >> 2 * _BITS, numbers >> _BITS & mask, numbers & mask)
+    ops = OpArray(numbers >> 2 * _BITS, numbers >> _BITS & mask, numbers & mask, packed["passes"])
     ends = np.cumsum(packed["lengths"]).tolist()
     lists = [ops[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     streams = len(STREAMS) * packed["devices"]

@@ -61,4 +61,7 @@ OPTPIPE = Paper(
     "OptPipe: Memory- and Scheduling-Optimized Pipeline Parallelism for LLM Training",
     "arXiv 2510.05186",
 )
+VOCABULARY = Paper(
+    "Yeung, Qi, Lin, Wan", 2024, "Balancing Pipeline Parallelism with Vocabulary Parallelism", "arXiv 2411.05288"
+)
 DUALPIPE = Paper("DeepSeek-AI", 2024, "DeepSeek-V3 Technical Report", "arXiv 2412.19437")

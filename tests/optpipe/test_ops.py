@@ -34,15 +34,15 @@ def test_columns_are_joined_in_order() -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(KeyError, match="X"):
-        OpArray.of([Op("X", 0, 0)])
+    with pytest.raises(KeyError, match="x"):
+        OpArray.of([Op("x", 0, 0)])
 
 
 def test_orders_hold_lists_and_columns_alike() -> None:
     assert Orders.of_compute([OPS]) == Orders.of_compute([OpArray.of(OPS)])
 
 
-@pytest.mark.parametrize(("text", "right"), [("B2.7", True), ("BW0.0", True), ("X0.0", False), ("F01.0", False)])
+@pytest.mark.parametrize(("text", "right"), [("B2.7", True), ("BW0.0", True), ("x0.0", False), ("F01.0", False)])
 def test_names_of_ops(text: str, right: bool) -> None:
     assert is_op_name(text) is right
 
@@ -57,9 +57,7 @@ def test_names_are_read_as_they_are_written(ops: list[Op]) -> None:
     assert OpArray.parse(names) == ops
 
 
-@pytest.mark.parametrize(
-    "wrong", ["X0.0", "F0", "F00.1", "F1.2.3", "BF1.2", "F-1.2", "F1.12345678", "F1. 2", "F1.\u0662", " "]
-)
+@pytest.mark.parametrize("wrong", ["x0.0", "F0", "F00.1", "F1.2.3", "F-1.2", "F1.12345678", "F1. 2", "F1.\u0662", " "])
 def test_one_wrong_name_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="is not the name of an op"):
         OpArray.parse(f"F0.0 {wrong} W0.0")

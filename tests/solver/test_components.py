@@ -6,6 +6,7 @@ import pytest
 
 from instances import HALF, uniform
 from optpipe.errors import InputError
+from optpipe.problem import Problem
 from solver.bounds.lower_bound import best_bound, lower_bounds_us
 from solver.components import COMPONENTS, components_named
 from solver.limits import Limits
@@ -13,13 +14,15 @@ from solver.search.in_flight import list_kinds
 from solver.searches import SEARCHES
 from solver.strategy import SharedIncumbent, auto_subsolvers
 from solver.warm_starts import offer_published, starts
+from tests.optpipe.test_spread import vocabulary
 from tests.recomputing import recomputing
 from tests.unequal import times, unequal
 
 MODES = recomputing(4, 8, offload=HALF)
 FREE = unequal(3, 6, microbatch_factors=times(*[1, 2] * 3), microbatch_order="free")
 SLICED = unequal(3, 6, 30, slices={"count": 2, "factors": {"forward": [1, 2]}})
-PROBLEMS = [uniform(3, 6, budget=8, offload=HALF), uniform(3, 6, v_shape=True), MODES, FREE, SLICED]
+SPREAD = Problem.from_data(vocabulary(3, 6))
+PROBLEMS = [uniform(3, 6, budget=8, offload=HALF), uniform(3, 6, v_shape=True), MODES, FREE, SLICED, SPREAD]
 
 
 def test_they_are_those_of_the_rooms() -> None:

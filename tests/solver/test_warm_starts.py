@@ -89,7 +89,7 @@ def costing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_what_takes_less_than_the_limit_together_is_all_tried(
     tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costing(monkeypatch, 0.2)
+    costing(monkeypatch, 0.1)
     offered(PROBLEM, Limits(5))
     assert tried == IN_ORDER
 

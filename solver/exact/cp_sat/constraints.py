@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from ortools.sat.python import cp_model
 
 from optpipe.kinds import CODE, KIND, SizeName, kind_of
+from optpipe.task_graph import Lag, SpreadTask
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import OpTimes, from_stage, op_times
 from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
@@ -203,6 +204,7 @@ class Constraints:
         self.fused_backwards()
         self.offload_round_trip()
         self.ways()
+        self.spread()
         self.one_op_at_a_time()
         self.channels()
         self.device_memory()
@@ -322,12 +324,52 @@ class Constraints:
                     if literals:
                         rule.only_enforce_if(literals)
 
+    def spread(self) -> None:
+        """Barriers behind spread passes, what passes and gated ops wait for, and microbatches in order in a pass."""
+        graph = self.variables.graph
+        for n, one in enumerate(graph.passes):
+            for d, i in product(one.devices, range(self.problem.units)):
+                self.model.add(self.variables.barriers[n, i] >= self.task(one.name, d, i).end)
+                for lag in one.after:
+                    self._lag(self.task(one.name, d, i).start, lag, d, i)
+            for before, i, literals in self.consecutive("F"):
+                for d in one.devices:
+                    rule = self.model.add(self.task(one.name, d, i).start >= self.task(one.name, d, before).end)
+                    if literals:
+                        rule.only_enforce_if(literals)
+        for (kind, s), lags in graph.gates.items():
+            for lag, i in product(lags, range(self.problem.units)):
+                start = self._backward_start(s, i) if kind == "B" else self.task(kind, s, i).start
+                self._lag(start, lag, int(graph.device[s]), i)
+
+    def _lag(self, start: cp_model.LinearExprT, lag: Lag, device: int, i: int) -> None:
+        """A start on a device that waits for a barrier, or for the end of an op."""
+        ticks = self.variables.grid.ticks(float(lag.us[i]))
+        if lag.spread is not None:
+            self.model.add(start >= self.variables.barriers[lag.spread, i] + ticks)
+            return
+        own = device == self.variables.graph.device[lag.stage]
+        ends: list[tuple[IntervalTask, cp_model.IntVar | None]] = [(self.task(lag.duty, lag.stage, i), None)]
+        if lag.duty == "B" and (fused := self.variables.fused.get((lag.stage, i))) is not None:
+            ends.append((self.task("W", lag.stage, i), fused))
+        for task, literal in ends:
+            rule = self.model.add(start >= task.end + (0 if own else ticks))
+            if literal is not None:
+                rule.only_enforce_if(literal)
+
+    def _spread_tasks(self, device: int) -> Iterator[tuple[SpreadTask, int, IntervalTask]]:
+        """The ops of spread passes on a device: pass, microbatch and task."""
+        for one in self.variables.graph.passes:
+            if device in one.devices:
+                yield from ((one, i, self.task(one.name, device, i)) for i in range(self.problem.units))
+
     def one_op_at_a_time(self) -> None:
         """A device runs one compute op at a time."""
-        for stages in self.problem.stages_of:
+        for d, stages in enumerate(self.problem.stages_of):
             places = product(stages, range(self.problem.units))
             tasks = [self.task(kind, s, i) for s, i in places for kind in self.variables.passes[s]]
             tasks += self._of_ways(stages, ("C", "CB"))
+            tasks += [task for _, _, task in self._spread_tasks(d)]
             self.model.add_no_overlap([task.interval for task in tasks])
 
     def _of_ways(self, stages: Collection[int], kinds: Collection[str]) -> Iterator[IntervalTask]:
@@ -361,6 +403,7 @@ class Constraints:
                     for s, i in product(stages, range(self.problem.units))
                     for piece in held(self.variables, s, i, ends_at_backward=self._alone(s, i, budget))
                 ]
+                pieces += self._held_by_passes(d)
                 intervals = [
                     piece.first.task.interval  # a workspace: the op's own interval serves
                     if piece.first.task is piece.last.task and piece.presence is None
@@ -368,6 +411,17 @@ class Constraints:
                     for n, piece in enumerate(pieces)
                 ]
                 self.model.add_cumulative(intervals, [piece.size for piece in pieces], budget)
+
+    def _held_by_passes(self, device: int) -> Iterator[Held]:
+        """What ops of spread passes keep until the pass that frees it, and their workspace."""
+        graph = self.variables.graph
+        for one, i, task in self._spread_tasks(device):
+            own = graph.unit_class[i]
+            if one.freed_by is not None and (kept := int(one.kept_bytes[device, own])):
+                freed_by = self.task(graph.passes[one.freed_by].name, device, i)
+                yield Held(kept, hold_start(task), hold_end(freed_by))
+            if work := int(one.workspace_bytes[device, own]):
+                yield Held(work, hold_start(task), hold_end(task))
 
     def _alone(self, s: int, i: int, budget: int) -> bool:
         """True if an activation that may leave has no room beside one like it.
@@ -459,7 +513,7 @@ def _add_between_microbatches(variables: Variables, low: int, known: OpTimes) ->
     follow from others is added.
     """
     grid, graph, last = variables.grid, variables.graph, variables.problem.microbatches - 1
-    times_us = graph.duration_us.reshape(graph.shape)[..., 0, 0]
+    times_us = graph.of_stages(graph.duration_us)[..., 0, 0]
     forward_us, backward_us = times_us[CODE["F"], low], times_us[CODE["B" if graph.splits[low] else "BW"], low]
     heads = {"F": known.forward_heads, "B": known.backward_heads}
     to_go = {"F": known.forward_to_go, "B": known.backward_to_go}

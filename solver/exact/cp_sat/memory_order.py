@@ -43,7 +43,7 @@ class _Order:
     def add_room(self, forward: Op, numbers: Sequence[int], budget: int) -> None:
         """The activation of F `forward` fits beside what is there when it starts."""
         graph = self.variables.graph
-        changes = graph.device_bytes.reshape(*graph.shape, 2)
+        changes = graph.of_stages(graph.device_bytes)
         terms: list[cp_model.LinearExprT] = [int(changes[CODE["F"], forward.stage, 0, 0, 0])]
         for t, i in product(numbers, range(self.variables.problem.units)):
             left = {kind: int(changes[CODE[kind], t, 0, 0].sum()) for kind in self.variables.passes[t]}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise, product
 from math import ceil
+from typing import Any
 
 import numpy as np
 from ortools.sat.python import cp_model
 
 from optpipe.document import Document
+from optpipe.kinds import COPIES
 from optpipe.ops import Op, Orders
 from optpipe.problem import DirectedTransfer, MicrobatchFactors, Problem
 from optpipe.simulate import Simulation, simulate
+from optpipe.spread import AfterOp, AfterPass, Gate, SpreadPass
 from optpipe.stage import Offload, SliceFactors, Stage
 from optpipe.task_graph import lower
 from solver.bounds.unit_order import MOST_ROOM_NODES
@@ -50,21 +53,34 @@ def add_objective(variables: Variables, bound_ticks: int) -> None:
             kind: [int(problem.units_in_order(kind, [i])[-1]) for i in range(problem.microbatches)]
             for kind in last_units
         }
-    for stages in problem.stages_of:
-        for s in stages:
-            # A device's first op is the first F of its lowest stage. Each stage's last op is its last W, or any W if
-            # some may be part of fused backwards and so overtake others.
-            low, kind = stages[0] if problem.objective == "device_span" else 0, variables.passes[s][-1]
-            for i in range(problem.units) if s in variables.fusing_stages else last_units[kind]:
-                last = Moment(variables.task(kind, s, i), is_end=True)
-                for first in first_units:
-                    begin = Moment(variables.task("F", low, first), is_end=False)
-                    variables.measured.append((begin, last))
+    spans = problem.objective == "device_span"
+    for d, stages in enumerate(problem.stages_of):
+        # A device's first op is the first F of its lowest stage, or one of a spread pass. Each stage's last op is its
+        # last W, or any W if some may be part of fused backwards and so overtake others.
+        low = stages[:1] if spans else [0]
+        firsts = [Op("F", s, i) for s in low for i in first_units] + _passes_at(variables, d, first_units, first=True)
+        lasts = [
+            Op(variables.passes[s][-1], s, i)
+            for s in stages
+            for i in (range(problem.units) if s in variables.fusing_stages else last_units[variables.passes[s][-1]])
+        ] + _passes_at(variables, d, last_units["F"], first=False)
+        for last, first in product(lasts, firsts):
+            begin, end = Moment(variables.tasks[first], is_end=False), Moment(variables.tasks[last], is_end=True)
+            variables.measured.append((begin, end))
     for begin, end in variables.measured:
         model.add(variables.objective >= end.expression - begin.expression)
-    if not problem.has_free_order:
+    if not problem.has_free_order and all(one.after for one in variables.graph.passes):
         model.add(variables.task("F", 0, first_units[0]).start == 0)  # every op follows it
     model.minimize(variables.objective)
+
+
+def _passes_at(variables: Variables, device: int, units: Sequence[int], *, first: bool) -> list[Op]:
+    """Ops of spread passes that may be the first or the last of a device, or of all where the makespan counts."""
+    spans, passes = variables.problem.objective == "device_span", variables.graph.passes
+    chosen = [one for one in passes if spans or not (first and one.after)]
+    return [
+        Op(one.name, d, i) for one in chosen for d in one.devices for i in units if d == device or (first and not spans)
+    ]
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,8 @@ def build_model(
         add_work_that_memory_holds_back(variables)
     if options.heads and not problem.has_free_order and 2 * len(problem.stages) * problem.units <= MOST_ROOM_NODES:
         add_heads_and_tails(variables)
-    if options.weight_order and count_like_pairs(problem) <= options.most_weight_pairs:
+    free_weights = all(lag.duty != "W" for lag in variables.graph.lags)
+    if options.weight_order and free_weights and count_like_pairs(problem) <= options.most_weight_pairs:
         add_weight_order(variables)
     if options.precedences:
         add_memory_precedences(variables)
@@ -228,7 +245,8 @@ class _Search(Incumbent):
         host's budget with the times of the problem, and are then not taken (docs/adr/0003).
         """
         stages = [_retimed(stage, lambda _: 1) for stage in self.problem.stages]
-        timeless = _without_time_factors(self.problem.replaced(stages=stages, transfer_us=0, objective="makespan"))
+        retimed = self.problem.replaced(stages=stages, transfer_us=0, objective="makespan")
+        timeless = _without_time_factors(retimed.replaced(**_retimed_spread(self.problem, lambda _: 1, lambda _: 0)))
         horizon = horizon_us(timeless, float("inf"))
         variables = build_model(timeless, TimeGrid.of(timeless, horizon), horizon, 0.0, self.options)
         variables.model.clear_objective()  # type: ignore[no-untyped-call]
@@ -356,6 +374,13 @@ def add_hint(variables: Variables, orders: Orders) -> None:
     microbatch_order = list(orders.microbatch_order or range(variables.problem.microbatches))
     for (i, j), literal in variables.before.items():
         model.add_hint(literal, microbatch_order.index(i) < microbatch_order.index(j))
+    for (n, i), barrier in variables.barriers.items():
+        ends = [
+            Moment(variables.task(one.name, d, i), True)
+            for one in variables.graph.passes[n : n + 1]
+            for d in one.devices
+        ]
+        model.add_hint(barrier, max(end.at(all_starts[end.task.op]) for end in ends))
     for literal, one, other in variables.firsts:
         model.add_hint(literal, all_starts[one] < all_starts[other])
     for literal, forward, s, i in variables.aways:
@@ -419,7 +444,12 @@ def _timed_in_ticks(variables: Variables, orders: Orders) -> Simulation:
         for forward_us, backward_us in zip(problem.forward_delay_us, problem.backward_delay_us, strict=True)
     ]
     stages = [_retimed(stage, lambda time_us: TICK_US * variables.grid.length(time_us)) for stage in problem.stages]
-    return simulate(problem.replaced(stages=stages, transfer_us=delays_us), orders)
+    spread = _retimed_spread(
+        problem,
+        lambda time_us: TICK_US * variables.grid.length(time_us),
+        lambda time_us: TICK_US * grid_ticks(time_us),
+    )
+    return simulate(problem.replaced(stages=stages, transfer_us=delays_us, **spread), orders)
 
 
 def _retimed(stage: Stage, length: Callable[[float], float]) -> Stage:
@@ -440,6 +470,22 @@ def _retimed(stage: Stage, length: Callable[[float], float]) -> Stage:
     ]
     own = times(stage, "forward_us", "backward_input_us", "backward_weight_us")
     return stage.replaced(**own, offload=copy(stage.offload), modes=modes)
+
+
+def _retimed_spread(
+    problem: Problem, length: Callable[[float], float], delay: Callable[[float], float]
+) -> dict[str, Any]:
+    """The fields of spread passes and gates, with ops of other lengths and other times between them."""
+    if not problem.spread and not problem.gates:
+        return {}
+
+    def afters(owner: SpreadPass | Gate) -> list[AfterOp | AfterPass]:
+        return [one.replaced(us=delay(one.us)) for one in owner.after]
+
+    passes = [
+        one.replaced(us=[length(us) if us else 0 for us in one.us], after=afters(one)) for one in problem.spread or ()
+    ]
+    return {"spread": passes, "gates": [gate.replaced(after=afters(gate)) for gate in problem.gates or ()]}
 
 
 def _without_time_factors(problem: Problem) -> Problem:
@@ -468,7 +514,7 @@ class _Callback(cp_model.CpSolverSolutionCallback):
         variables, problem = self.variables, self.search.problem
         planned = {}
         for op, task in variables.tasks.items():
-            if op.kind not in "OR":
+            if op.kind not in COPIES:
                 at = self.value(task.start)
                 planned[op] = (at, at + task.ticks)
         modes = np.zeros((len(problem.stages), problem.units), np.int64)

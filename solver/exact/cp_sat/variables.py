@@ -85,7 +85,9 @@ class Variables:
     be. `lengths`: the time between two moments for which bytes are held, and its least value. `firsts`: literals for
     which of two ops is first. `aways`: literals of offloads that leave room when an F starts, each with that F, stage
     and microbatch. `objective`: the value in ticks, at least the time between the two moments of each pair in
-    `measured`. `before`: where the order of microbatches is free, the literal of each two that differ, of which the
+    `measured`. `barriers`: for each (pass, microbatch) a tick by which it has ended on every device.
+
+    `before`: where the order of microbatches is free, the literal of each two that differ, of which the
     first is true if the lower number runs first.
     """
 
@@ -105,6 +107,7 @@ class Variables:
         self.aways: list[tuple[cp_model.IntVar, Op, int, int]] = []
         self.measured: list[tuple[Moment, Moment]] = []
         self.before: dict[tuple[int, int], cp_model.IntVar] = {}
+        self.barriers: dict[tuple[int, int], cp_model.IntVar] = {}
         self._both: dict[tuple[int, ...], cp_model.IntVar] = {}
         self.objective = self.model.new_int_var(0, horizon, "objective")
         self.length = cache(lambda kind, s, i=0: self.ticks(kind, s, i, int(graph.whole_option[s])))
@@ -134,6 +137,11 @@ class Variables:
                     leaves = self.leaves[s, i] = self.model.new_bool_var(f"leaves{s}.{i}")
                     for kind in entries[1][1]:
                         self.add_task(Op(kind, s, i), leaves)
+        for n, one in enumerate(self.graph.passes):
+            for i in range(self.problem.units):
+                self.barriers[n, i] = self.model.new_int_var(0, self.horizon, f"all{one.name}.{i}")
+                for d in one.devices:
+                    self.add_task(Op(one.name, d, i), None)
 
     def _add_ways(self, s: int, i: int, entries: Sequence[tuple[int, Sequence[str]]]) -> None:
         """A literal for each of the `forms` of a stage with modes, and the ops that a microbatch has in it alone."""

@@ -1,0 +1,181 @@
+"""Spread passes: work that every device does for each microbatch, behind barriers (fields `spread` and `gates`).
+
+A vocabulary layer whose rows lie on all devices (Vocabulary Parallelism, arXiv 2411.05288), input embeddings, heads of
+further tokens. A pass runs once for each device and microbatch. What comes after a pass waits for the latest end of it
+over all devices: a barrier, such as an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from graphlib import CycleError, TopologicalSorter
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from optpipe.document import UNION_TAG, Document
+from optpipe.fields import MAX_DEVICES, Bytes, Index, TimeUs, at_most, reject
+from optpipe.kinds import KIND, KINDS, PASSAGE
+from optpipe.ops import MAX_PASS_NAME, PASS_NAME
+from optpipe.stage import Stage
+
+MAX_PASSES = 32
+"""Most passes of a problem."""
+
+DUTIES: tuple[Literal["F", "B", "W"], ...] = ("F", "B", "W")
+"""Duties of a stage after which a pass may come: the op that covers one is meant."""
+
+
+class AfterOp(Document):
+    """The end of an op of the same microbatch, and the time of the message; no time on the op's own device."""
+
+    op: Literal["F", "B", "W"]
+    stage: Index
+    us: TimeUs = 0
+
+
+class AfterPass(Document):
+    """The latest end of a pass for the same microbatch over all devices, and the time of the collective."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    pass_name: str = Field(alias="pass", max_length=MAX_PASS_NAME)
+    us: TimeUs = 0
+
+
+_OP, _PASS = UNION_TAG + "op", UNION_TAG + "pass"
+
+
+def _after_tag(value: Any) -> str:
+    is_pass = "pass" in value if isinstance(value, dict) else isinstance(value, AfterPass)
+    return _PASS if is_pass else _OP
+
+
+After = Annotated[Annotated[AfterOp, Tag(_OP)] | Annotated[AfterPass, Tag(_PASS)], Discriminator(_after_tag)]
+
+
+class SpreadPass(Document):
+    """A pass that every device runs for each microbatch, except those where `us` is 0.
+
+    An op of it on device d takes `us[d]`, and `kept_bytes[d]` of memory from its start until the end of the pass that
+    `frees` this one there; `workspace_bytes[d]` while it runs. It starts after everything in `after`.
+    """
+
+    name: Annotated[str, Field(pattern=PASS_NAME)]
+    us: Annotated[list[TimeUs], at_most(MAX_DEVICES)]
+    kept_bytes: Annotated[list[Bytes], at_most(MAX_DEVICES)] | None = None
+    workspace_bytes: Annotated[list[Bytes], at_most(MAX_DEVICES)] | None = None
+    frees: str | None = Field(None, max_length=MAX_PASS_NAME)
+    after: Annotated[list[After], at_most(1000)] = []
+
+    def kept(self, device: int) -> int:
+        """Bytes that its op on a device keeps; 0 where it has none."""
+        return self.kept_bytes[device] if self.kept_bytes and self.us[device] else 0
+
+    def workspace(self, device: int) -> int:
+        """Bytes that its op on a device takes while it runs."""
+        return self.workspace_bytes[device] if self.workspace_bytes and self.us[device] else 0
+
+
+class Gate(Document):
+    """A forward or backward of a stage that also starts after everything in `after`."""
+
+    op: Literal["F", "B"]
+    stage: Index
+    after: Annotated[list[After], at_most(1000)]
+
+
+def check_spread(passes: Sequence[SpreadPass], gates: Sequence[Gate], stages: Sequence[Stage], devices: int) -> None:
+    """Reject passes and gates that do not fit the stages and devices, with the field at fault."""
+    seen: dict[str, int] = {}
+    for n, one in enumerate(passes):
+        where = f"spread[{n}]"
+        if one.name in KINDS:
+            raise reject("kind_name", f"{where}.name is {one.name!r}, which is a kind of op: {', '.join(KINDS)}")
+        if one.name in seen:
+            raise reject("repeated_pass", f"{where}.name is {one.name!r}, as spread[{seen[one.name]}] is called")
+        seen[one.name] = n
+        for name in ("us", "kept_bytes", "workspace_bytes"):
+            entries = getattr(one, name)
+            if entries is not None and len(entries) != devices:
+                detail = f"{where}.{name} has {len(entries)} entries but there are {devices} devices"
+                raise reject("wrong_length", f"{detail}. Maybe give 0 where a device takes no part")
+        if not any(one.us):
+            raise reject("no_part", f"{where}.us is 0 on every device. Maybe leave the pass out")
+    for where, after in _afters(passes, gates):
+        if isinstance(after, AfterPass) and after.pass_name not in seen:
+            known = ", ".join(seen) or "none"
+            raise reject("unknown_pass", f"{where}.pass is {after.pass_name!r}; the passes are: {known}")
+        if isinstance(after, AfterOp):
+            _check_op(where, after, stages)
+    for n, gate in enumerate(gates):
+        _check_op(f"gates[{n}]", gate, stages)
+    needs = _needs(passes, gates, stages)
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        circle = " after ".join(reversed(error.args[1]))
+        raise reject("circle", f"spread and gates wait in a circle: {circle}") from None
+    _check_frees(passes, seen, needs)
+
+
+def _afters(passes: Sequence[SpreadPass], gates: Sequence[Gate]) -> Iterator[tuple[str, AfterOp | AfterPass]]:
+    lists = [(f"spread[{n}]", one.after) for n, one in enumerate(passes)]
+    lists += [(f"gates[{n}]", gate.after) for n, gate in enumerate(gates)]
+    for where, afters in lists:
+        for k, after in enumerate(afters):
+            yield f"{where}.after[{k}]", after
+
+
+def _check_op(where: str, named: AfterOp | Gate, stages: Sequence[Stage]) -> None:
+    if named.stage >= len(stages):
+        raise reject("unknown_stage", f"{where}.stage is {named.stage} of {len(stages)} stages, from 0")
+    if named.op != "F" and stages[named.stage].backward == "none":
+        raise reject("no_backward", f"{where}.op is {named.op!r}, but stages[{named.stage}].backward is 'none'")
+
+
+def _needs(passes: Sequence[SpreadPass], gates: Sequence[Gate], stages: Sequence[Stage]) -> dict[str, set[str]]:
+    """Direct predecessors of each duty (``B2``) and pass (``S``) of a microbatch, by the rules of the model."""
+    needs: dict[str, set[str]] = {}
+    last = len(stages) - 1
+    for s in range(len(stages)):
+        for duty in (duty for duty in PASSAGE if duty in DUTIES):
+            of_stages = [(need.duty, s + need.stage) for need in KIND[duty].needs if not need.slice]
+            needs[f"{duty}{s}"] = {f"{other}{t}" for other, t in of_stages if other in DUTIES and 0 <= t <= last}
+    named = [(one.name, one.after) for one in passes] + [(f"{gate.op}{gate.stage}", gate.after) for gate in gates]
+    for name, afters in named:
+        needs.setdefault(name, set()).update(
+            one.pass_name if isinstance(one, AfterPass) else f"{one.op}{one.stage}" for one in afters
+        )
+    return needs
+
+
+def _check_frees(passes: Sequence[SpreadPass], numbers: Mapping[str, int], needs: Mapping[str, Set[str]]) -> None:
+    freed_by: dict[str, int] = {}
+    for n, one in enumerate(passes):
+        if one.frees is None:
+            continue
+        where = f"spread[{n}].frees is {one.frees!r}"
+        if one.frees not in numbers:
+            raise reject("unknown_pass", f"{where}; the passes are: {', '.join(numbers)}")
+        if one.frees in freed_by:
+            raise reject("repeated_frees", f"{where}, which spread[{freed_by[one.frees]}] frees already")
+        if one.frees not in _ancestors(one.name, needs):
+            raise reject("freed_too_early", f"{where}, but {one.name} does not come after it. Maybe add it to after")
+        freed_by[one.frees] = n
+    for n, one in enumerate(passes):
+        for d in range(len(one.us)):
+            other = freed_by.get(one.name)
+            if one.kept(d) and (other is None or not passes[other].us[d]):
+                detail = f"spread[{n}].kept_bytes[{d}] is {one.kept(d)}, but no pass on device {d} frees it"
+                raise reject("never_freed", f"{detail}. Maybe they are workspace_bytes")
+
+
+def _ancestors(name: str, needs: Mapping[str, Set[str]]) -> set[str]:
+    """All that must end before a pass or duty of a microbatch starts."""
+    found, left = set[str](), [name]
+    while left:
+        new = needs.get(left.pop(), set()) - found
+        found |= new
+        left += new
+    return found
