@@ -97,6 +97,7 @@ CODE: dict[str, Sequence[str]] = {
     "by-stage": ["solver/by_stage.py"],
     "in-order": ["solver/microbatch_orders.py:likely_orders in_order"],
     "first-lists": [f"{SEARCH}in_flight.py:first_in_memory"],
+    "spread-lists": [f"{SEARCH}spread_lists.py"],
     "floor": ["solver/serial.py"],
 }
 """The code of each part: files, folders, or functions and classes of a file. Some have code in common."""

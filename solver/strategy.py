@@ -291,7 +291,7 @@ def _slice(name: str, share: float, workers: int = 1, once: bool = False) -> Tim
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
     if problem.spread or problem.gates:
-        return [[_slice("cp-sat", 1.0, workers)]]
+        return [[_slice("cp-sat", 1.0, workers)]] if ops <= MOST_MODEL_OPS else []
     if ops <= SMALL_OPS and _leaves(problem):
         # Annealing and windows find the schedules; CP-SAT and parts of a few devices prove them.
         finding = [_slice("search", 0.1), _slice("windows", 0.1)]

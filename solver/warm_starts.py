@@ -32,6 +32,7 @@ from solver.published.v_family import v_zb
 from solver.published.within_memory import one_f_one_b_within_memory
 from solver.published.zb_auto import zb_auto
 from solver.scale import count_ops
+from solver.search.spread_lists import spread_lists
 from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.strategy import MOST_MODEL_OPS, SharedIncumbent, has_lists
@@ -187,6 +188,8 @@ def starts(
     if adapts_to_memory and _may_need_to_fit(problem):
         able.append(("1f1b, within-memory", one_f_one_b_within_memory))
     able = [(name, make) for name, make in able if without.isdisjoint(name.split(", "))]
+    if (problem.spread or problem.gates) and "spread-lists" not in without:
+        yield from (("spread-lists", make) for make in spread_lists(problem))
     if not problem.has_modes or problem.spread:
         yield from ((name, partial(make, problem)) for name, make in able)
         if problem.has_free_order and "in-order" not in without:
