@@ -163,6 +163,17 @@ KIND = {row.name: row for row in ROWS}
 CODE = {name: code for code, name in enumerate(KINDS)}
 """Index of each kind into KINDS."""
 
+PASS_COLOURS = ("#6A3D9A", "#1F3B73", "#9E9AC8", "#B2DF8A")
+"""Colours of spread passes, by the first letters of their names: neighbours in the alphabet differ."""
+
+
+@cache
+def look_of(kind: str) -> Kind:
+    """The row of a kind; of a spread pass one with its name and colour alone."""
+    colour = PASS_COLOURS[ord(kind[0]) % len(PASS_COLOURS)]
+    return KIND[kind] if kind in KIND else Kind(kind, "pass on every device", colour, times=(), short="pass")
+
+
 STREAM_OF_KIND = tuple(STREAMS.index(row.stream) for row in ROWS)
 """Index into STREAMS of the stream of each kind."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import StrMethodFormatter
 
-from optpipe.kinds import KINDS, RECOMPUTATIONS, ROWS
+from optpipe.kinds import KIND, KINDS, RECOMPUTATIONS, look_of
 from optpipe.memory import planned_memory
 from optpipe.ops import Op
 from optpipe.plot.legend import Handle, draw_legend_row
@@ -204,7 +204,9 @@ def boxes_on(problem: Problem, device: int, planned: PlannedOps, lane: Lane) -> 
     stages = problem.stages_of[device]
     rank = {stage: index for index, stage in enumerate(stages)}
     looks = {(op.kind, op.stage) for op in planned.ops}
-    colours = {(kind, stage): op_colour(kind, rank.get(stage, 0), len(stages)) for kind, stage in looks}
+    colours = {
+        (kind, stage): op_colour(kind, rank.get(stage, 0) if kind in KIND else 0, len(stages)) for kind, stage in looks
+    }
     lanes = [lane] * len(planned)
     for k in planned.partners:
         lanes[k] = Lane(lane.top if planned.ops[k].kind == "F" else lane.middle, lane.height / 2)
@@ -333,7 +335,7 @@ def peak_text(peak_bytes: int, budget_bytes: int | None, scale: MemoryScale) -> 
 Entry = tuple[Handle, str]
 
 
-def op_entries(kinds: Collection[str], stages: int, names_only: bool = False) -> list[Entry]:
+def op_entries(kinds: Set[str], stages: int, names_only: bool = False) -> list[Entry]:
     """Legend entries for ops of `kinds` with up to `stages` stages per device; in a column only the kinds' names."""
     crowded = not {*RECOMPUTATIONS}.isdisjoint(kinds)
     entries: list[Entry] = [
@@ -341,8 +343,7 @@ def op_entries(kinds: Collection[str], stages: int, names_only: bool = False) ->
             Patch(facecolor=row.colour),
             row.name if names_only else f"{row.name}  {row.short if crowded else row.label}".rstrip(),
         )
-        for row in ROWS
-        if row.name in kinds
+        for row in map(look_of, [*(kind for kind in KINDS if kind in kinds), *sorted(kinds - {*KINDS})])
     ]
     if stages > 1 and not names_only:
         shades = tuple(Patch(facecolor=op_colour("F", rank, stages)) for rank in range(min(stages, 6)))
@@ -360,8 +361,9 @@ def memory_entries(budgets: bool) -> list[Entry]:
 
 def kinds_in(schedule: Schedule) -> set[str]:
     """Kinds of op in a schedule."""
+    names = (*KINDS, *schedule.problem.pass_names)
     codes = {code for device in schedule.devices for _, planned in device.streams() for code in {*planned.ops.kind}}
-    return {KINDS[code] for code in codes}
+    return {names[code] for code in codes}
 
 
 LEGEND_INCHES = 0.17

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import cycle, islice
 from typing import NamedTuple
 
-from optpipe.kinds import KIND
+from optpipe.kinds import KIND, look_of
 
 IDLE = "#E9ECEF"
 GRID = "#D3D8DE"
@@ -27,7 +27,7 @@ WHITE: Rgb = (1.0, 1.0, 1.0)
 def op_colour(kind: str, rank: int, stages: int) -> Rgb:
     """Colour of an op whose stage is the `rank`-th of `stages` on its device: later stages are lighter."""
     white = LIGHTEST * rank / (stages - 1) if stages > 1 else 0.0
-    red, green, blue = (entry / 255 for entry in bytes.fromhex(KIND[kind].colour[1:]))
+    red, green, blue = (entry / 255 for entry in bytes.fromhex(look_of(kind).colour[1:]))
     return (red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white)
 
 
