@@ -20,7 +20,7 @@ from optpipe.trace import Trace
 from optpipe.trace.compare import Comparison as TraceComparison
 from optpipe.trace.compare import compare as compare_trace
 from optpipe.units import bytes_text, percent_text, time_text
-from optpipe.verify import verify
+from optpipe.verify import find_causes, verify
 from solver.bounds import lower_bound_us
 from solver.methods import METHODS
 from solver.scale import count_entries, count_ops
@@ -59,7 +59,21 @@ class DeviceAnalysis(_Part):
     busy_us: float
     span_us: float
     bubble: float
+    idle_before_us: float = Field(description="Before its first op, from the first start on any device.")
+    idle_within_us: float = Field(description="Between its ops.")
+    idle_after_us: float = Field(description="After its last op, until the last end on any device.")
     memory: MemoryCurve
+
+
+class OpCauses(_Part):
+    """Why an op starts when it does."""
+
+    needs: list[str] = Field(description="Ops whose ends it needs, by a rule of the model or a wait.")
+    starts_after: str | None = Field(
+        description="Of all that it has to follow, also on its stream or channel, the op that lets it start last; "
+        "null: it starts later than it could."
+    )
+    delay_us: float = Field(description="Time of the transfer between the two.")
 
 
 class Analysis(_Part):
@@ -73,6 +87,10 @@ class Analysis(_Part):
     bubble: float = Field(description="Bubble of the busiest device.")
     host_peak_bytes: int
     devices: list[DeviceAnalysis]
+    ops: dict[str, OpCauses] = Field(description="By name, such as `F0.3`.")
+    critical_path: list[str] = Field(
+        description="Ops that each start after the one before, up to the one whose end sets the objective's value."
+    )
     violation_count: int
     violations: list[BrokenRule] = Field(description=f"At most {MOST_VIOLATIONS}.")
 
@@ -85,7 +103,9 @@ def analysis(schedule: Schedule, max_ops: int) -> dict[str, Any]:
     for d, facts in enumerate(verdict.devices):
         levels = planned_memory(schedule, d)
         curve = {"times_us": levels.times_us.tolist(), "bytes": levels.bytes.tolist()}
-        devices.append({**vars(facts), "memory_bytes": schedule.problem.devices[d].memory_bytes, "memory": curve})
+        idle_us = dict(zip(("idle_before_us", "idle_within_us", "idle_after_us"), schedule.idle_us(d), strict=True))
+        budget = {"memory_bytes": schedule.problem.devices[d].memory_bytes}
+        devices.append({**vars(facts), **budget, **idle_us, "memory": curve})
     return {
         "valid": verdict.ok,
         "objective": schedule.problem.objective,
@@ -95,9 +115,24 @@ def analysis(schedule: Schedule, max_ops: int) -> dict[str, Any]:
         "bubble": max(verdict.devices, key=lambda facts: facts.busy_us).bubble,
         "host_peak_bytes": verdict.host_peak_bytes,
         "devices": devices,
+        **_causes(schedule),
         "violation_count": len(verdict.violations),
         "violations": [vars(violation) for violation in verdict.violations[:MOST_VIOLATIONS]],
     }
+
+
+def _causes(schedule: Schedule) -> dict[str, Any]:
+    causes = find_causes(schedule)
+    names = [*map(str, causes.ops)]
+    needs: list[list[str]] = [[] for _ in names]
+    for op, before in zip(*(column.tolist() for column in causes.needs), strict=True):
+        needs[op].append(names[before])
+    columns = (needs, causes.starts_after.tolist(), causes.delay_us.tolist())
+    ops = {
+        name: {"needs": needed, "starts_after": None if k < 0 else names[k], "delay_us": delay_us}
+        for name, needed, k, delay_us in zip(names, *columns, strict=True)
+    }
+    return {"ops": ops, "critical_path": [names[k] for k in causes.critical_path]}
 
 
 def _check_size(schedule: Schedule, max_ops: int) -> None:

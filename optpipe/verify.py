@@ -92,6 +92,27 @@ def verify(schedule: Schedule) -> Verdict:
     return _Verifier(schedule).verdict()
 
 
+@dataclass(frozen=True)
+class Causes:
+    """Causes of the starts of ops; these are numbered as the document lists them: by device, then by stream.
+
+    Op `needs[0][k]` needs the end of op `needs[1][k]`, by a rule or a wait. Of all that an op has to follow, also on
+    its stream and its channel, `starts_after` was met last, `delay_us` before its start; -1 where it starts later.
+    """
+
+    ops: OpArray
+    needs: tuple[Ints, Ints]
+    starts_after: Ints
+    delay_us: Floats
+    critical_path: Sequence[int]
+    """Chain of ops that each start after the one before, up to the one whose end sets the objective's value."""
+
+
+def find_causes(schedule: Schedule) -> Causes:
+    """Why each op starts when it does, at the times of the schedule, be it valid or not."""
+    return _Verifier(schedule).causes()
+
+
 class _Verifier:
     """Checks of one schedule. All ops are in one set of columns, by device and stream, in the order of the document."""
 
@@ -733,6 +754,36 @@ class _Verifier:
         copies, channel = copies[order], channel[order]
         same = channel[1:] == channel[:-1]
         return copies[1:][same], copies[:-1][same]
+
+    def causes(self) -> Causes:
+        waiting, awaited, _ = self._waits
+        there = awaited >= 0
+        needs = [*self._dependencies, (waiting[there], awaited[there], np.zeros(there.sum()))]
+        copy, earlier = self._channel_pairs(self.start_us + self.end_us)
+        # Of causes that are met at once, rules and waits come before the order of a stream or channel.
+        causes = [*needs, self._edges, (copy, earlier, np.zeros(len(copy)))]
+        op, before, delay_us = (np.concatenate(column) for column in zip(*causes, strict=True))
+        met = self.end_us[before] + delay_us >= self.start_us[op] - self.tolerance
+        found, first = np.unique(op[met], return_index=True)
+        starts_after, gap_us = np.full(len(self.key), -1, np.int64), np.zeros(len(self.key))
+        starts_after[found], gap_us[found] = before[met][first], delay_us[met][first]
+        needed = sum(len(column) for column, _, _ in needs)
+        return Causes(self.ops, (op[:needed], before[:needed]), starts_after, gap_us, self._chain(starts_after))
+
+    def _chain(self, starts_after: Ints) -> Sequence[int]:
+        """Chain of causes up to the last op of the device that sets the value, in order of time."""
+        by_span = self.problem.objective == "device_span"
+        slices = [s for s in map(self._device_slice, range(len(self.schedule.devices))) if s.start < s.stop]
+        if not slices:
+            return []
+        ends = [self.end_us[s].max() - by_span * self.start_us[s].min() for s in slices]
+        last = slices[int(np.argmax(ends))]
+        k = last.start + int(np.argmax(self.end_us[last]))
+        chain: dict[int, None] = {}
+        while k >= 0 and k not in chain:  # in a schedule with faults causes may go round
+            chain[k] = None
+            k = int(starts_after[k])
+        return [*chain][::-1]
 
     def _value_us(self, start_us: Floats) -> float:
         """Value of the objective at these starts with exact durations."""

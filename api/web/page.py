@@ -8,7 +8,6 @@ from base64 import b64encode
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import HTTPException
@@ -20,7 +19,7 @@ from starlette.types import Scope
 from api.web.terms import TERMS
 from optpipe.export import EXPORTERS
 from optpipe.export.launch import TRAINERS
-from optpipe.kinds import ROWS, covering, needs_of
+from optpipe.kinds import ROWS
 from optpipe.plot.style import BUDGET, FAINT_INK, GRID, IDLE, INK, LIGHTEST, MEMORY_EDGE, MEMORY_FILL
 from solver.methods import METHODS
 
@@ -80,7 +79,7 @@ def mount_page(app: FastAPI, docs: Path | None = None) -> None:
         modules=modules,
         methods=METHODS.values(),
         formats=formats,
-        kinds=_kinds(),
+        kinds=[{"name": row.name, "label": row.label} for row in ROWS],
         trainers=TRAINERS,
         terms=TERMS,
         has_docs=has_docs,
@@ -129,26 +128,6 @@ class _Site(StaticFiles):
 
 _MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _KEPT = {"Cache-Control": "public, max-age=31536000, immutable", "X-Content-Type-Options": "nosniff"}
-
-
-def _kinds() -> list[dict[str, Any]]:
-    """Facts of each kind of op that the page needs (`kinds.js`)."""
-    return [
-        {
-            "name": row.name,
-            "label": row.label,
-            "takes": [*row.takes, *row.during],
-            "leaves": row.leaves,
-            "frees": [*row.frees, *row.during],
-            # The latest of those that a unit goes through first: a cause is looked for in this order.
-            "needs": [
-                {"kinds": covering(need.duty), "stage": need.stage}
-                for need in reversed([*needs_of(row.name)])
-                if not need.slice
-            ],
-        }
-        for row in ROWS
-    ]
 
 
 def _palette() -> dict[str, str]:

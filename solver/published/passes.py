@@ -14,7 +14,11 @@ from optpipe.problem import Problem
 
 def general_methods(problem: Problem) -> str:
     """Methods that take any placement and offload, as an error names them: such as are right for `problem`."""
-    if problem.spread or problem.slice_count > 1 or any(stage.modes or not stage.split_backward for stage in problem.stages):
+    if (
+        problem.spread
+        or problem.slice_count > 1
+        or any(stage.modes or not stage.split_backward for stage in problem.stages)
+    ):
         return "auto or cp-sat"
     return "ada-offload or an exact method"
 

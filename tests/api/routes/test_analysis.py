@@ -47,7 +47,11 @@ def test_a_valid_schedule(client: Client) -> None:
     assert (found["value_us"], found["makespan_us"]) == (schedule.value_us, verdict.makespan_us)
     assert found["bubble"] == schedule.bubble
     assert found["host_peak_bytes"] == verdict.host_peak_bytes
-    for device, plan in zip(found["devices"], schedule.devices, strict=True):
+    assert found["critical_path"][0] == "F0.0"
+    assert found["ops"]["F1.0"] == {"needs": ["F0.0"], "starts_after": "F0.0", "delay_us": 1.0}
+    assert found["ops"]["F0.0"]["starts_after"] is None
+    for d, (device, plan) in enumerate(zip(found["devices"], schedule.devices, strict=True)):
+        assert tuple(device[f"idle_{when}_us"] for when in ("before", "within", "after")) == schedule.idle_us(d)
         assert device["peak_bytes"] == plan.peak_bytes == max(device["memory"]["bytes"])
         assert device["peak_bytes_any_timing"] == plan.peak_bytes_any_timing
         assert device["memory_bytes"] == 2
@@ -90,7 +94,8 @@ def test_an_empty_schedule(client: Client) -> None:
     schedule = solve(PROBLEM, "zb-h1").to_data()
     for device in schedule["devices"]:
         device["compute"] = []
-    assert analysis(client, schedule)["valid"] is False
+    found = analysis(client, schedule)
+    assert (found["valid"], found["ops"], found["critical_path"]) == (False, {}, [])
 
 
 def test_the_published_schedules_side_by_side(client: Client) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
-from random import Random
-from typing import Any
 
 import pytest
 from matplotlib.colors import to_rgb
@@ -15,18 +12,10 @@ from playwright.sync_api import Browser, Page
 from instances import instance, uniform
 from optpipe import units
 from optpipe.kinds import KIND
-from optpipe.memory import planned_memory
-from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.plot.style import LIGHTEST, ink_on, op_colour
-from optpipe.problem import Problem
-from optpipe.schedule import Schedule
-from solver.build import build_schedule
-from solver.solve import solve
 from tests.api.web.modules import address, call
 from tests.browser import open_page
-from tests.recomputing import FULL, LEAVES, one_f_one_b, recomputing
-from tests.sample import some
-from tests.unequal import random_orders, random_unequal, unequal
+from tests.unequal import unequal
 
 NO_BREAK_SPACE = "\u00a0"
 
@@ -40,95 +29,6 @@ def anywhere(browser: Browser, idle_url: str) -> Iterator[Page]:
 
 
 CAUSAL = {"count": 2, "factors": {"forward": [1, 2], "bytes": [1, 0.33], "transfer": [1, 0.5]}}
-CURVES = {
-    "offload": (uniform(3, 6, budget=5, offload={"bytes": 2, "offload_us": 7, "reload_us": 9}), "ada-offload"),
-    "fused backward": (uniform(4, 6), "1f1b"),
-    "more after B than before": (uniform(2, 4, activation_bytes=2, backward_weight_bytes=3), "zb-h1"),
-    "two stages a device": (uniform(2, 4, v_shape=True), "v-zb"),
-    "slices": (
-        unequal(
-            2,
-            2,
-            microbatch_factors=[{"bytes": 1.1, "transfer": 2}, {}],
-            slices=CAUSAL,
-            slice_gradient_bytes=3,
-            activation_bytes=100,
-            transfer_us=1,
-            workspace_bytes={"F": 7, "BW": 3},
-        ),
-        "seq1f1b",
-    ),
-    "measured": (instance("zb-1.5b-p8-m24-mem1"), "zb-auto"),
-}
-
-
-@pytest.mark.parametrize(("problem", "method"), CURVES.values(), ids=CURVES.keys())
-def test_memory_over_time(anywhere: Page, problem: Problem, method: str) -> None:
-    _same_memory(anywhere, solve(problem, method))
-
-
-CHAIN = """async ([url, modelUrl, schedule]) => {
-  const {Dependencies} = await import(url);
-  const {buildModel} = await import(modelUrl);
-  const dependencies = new Dependencies(buildModel(schedule));
-  const path = dependencies.criticalPath();
-  return path.map((spot) => {
-    const {op, start_us, end_us} = dependencies.op(spot);
-    return [op, start_us, end_us, dependencies.bindingCause(spot)?.earliestUs ?? null];
-  });
-}"""
-
-
-@pytest.mark.parametrize(("problem", "method"), CURVES.values(), ids=CURVES.keys())
-@pytest.mark.parametrize("objective", ["makespan", "device_span"])
-def test_the_critical_path_has_no_slack(anywhere: Page, problem: Problem, method: str, objective: str) -> None:
-    _no_slack(anywhere, solve(problem.model_copy(update={"objective": objective}), method))
-
-
-def _no_slack(page: Page, schedule: Schedule) -> None:
-    urls = [address(page, f"gantt/{module}.js") for module in ("dependencies", "model")]
-    path = page.evaluate(CHAIN, [*urls, schedule.to_data()])
-    computes = [device.compute for device in schedule.devices]
-    first, last = path[0], path[-1]
-    assert first[1] == min(ops[0].start_us for ops in computes)
-    spans = [
-        ops[-1].end_us - (ops[0].start_us if schedule.objective == "device_span" else first[1]) for ops in computes
-    ]
-    assert max(spans) == pytest.approx(schedule.value_us)
-    assert last[2] == computes[spans.index(max(spans))][-1].end_us
-    for before, (_, start_us, _, earliest_us) in itertools.pairwise(path):
-        assert earliest_us == pytest.approx(start_us)
-        assert before[2] <= start_us
-
-
-FORMS = ("C BW", "CBW", "B W", "C B W", "CB W")
-"""Backwards of the microbatches of a stage, in turn; the third keeps its activation."""
-
-
-@pytest.mark.parametrize("mode", [FULL, LEAVES], ids=["recomputed", "recomputed and offloaded"])
-def test_schedules_with_activation_modes(anywhere: Page, mode: dict[str, Any]) -> None:
-    workspace = {"F": 1, "B": 2, "W": 1, "BW": 3}
-    problem = recomputing(3, 7, (mode,), backward_weight_bytes=4, workspace_bytes=workspace)
-    orders = one_f_one_b(problem, lambda s, i: FORMS[(s + i) % len(FORMS)])
-    if "offload" in mode:
-        copied = [[i for i in range(7) if "C" in FORMS[(s + i) % len(FORMS)]] for s in range(3)]
-        devices = [
-            DeviceOrders(list(device.compute), *([Op(kind, s, i) for i in copied[s]] for kind in "OR"))
-            for s, device in enumerate(orders.devices)
-        ]
-        orders = Orders(devices, modes=orders.modes)
-    schedule = build_schedule(problem, orders, 0.0, "1f1b", 0.0)
-    _same_memory(anywhere, schedule)
-    _no_slack(anywhere, schedule)
-
-
-@pytest.mark.parametrize("seed", some(range(10)))
-def test_memory_of_random_units(anywhere: Page, seed: int) -> None:
-    """Slices, factors, modes and copies at once, and no op on the critical path has slack."""
-    rng = Random(seed)
-    problem = Problem.from_data(random_unequal(rng))
-    orders, _, _ = random_orders(problem, rng)
-    _same_memory(anywhere, build_schedule(problem, orders, 0.0, "random", 0.0))
 
 
 def test_names_of_units(anywhere: Page) -> None:
@@ -138,31 +38,6 @@ def test_names_of_units(anywhere: Page) -> None:
         assert call(anywhere, "slices.js", "unitName", problem.to_data(), unit) == problem.unit_name(unit)
     assert problem.unit_name(5) == "2/1"
     assert call(anywhere, "slices.js", "unitName", uniform(1, 3).to_data(), 2) == uniform(1, 3).unit_name(2) == "2"
-
-
-def test_memory_with_workspace(anywhere: Page) -> None:
-    data = uniform(2, 3).to_data()
-    for stage in data["stages"]:
-        stage["workspace_bytes"] = {"F": 5, "B": 3, "W": 1, "BW": 4}
-    for method in ("1f1b", "zb-h1"):
-        _same_memory(anywhere, solve(Problem.from_data(data), method))
-
-
-def _same_memory(page: Page, schedule: Schedule) -> None:
-    for device in range(len(schedule.devices)):
-        expected = planned_memory(schedule, device)
-        curve = call(page, "memory.js", "plannedMemory", schedule.to_data(), device)
-        drawn = dict(zip(_values(curve["timesUs"]), _values(curve["bytes"]), strict=True))
-        levels = dict(zip(expected.times_us.tolist(), expected.bytes.tolist(), strict=True))
-        # The page leaves out instants at which nothing changes.
-        assert drawn == {time: levels[time] for time in drawn}
-        assert max(drawn.values()) == schedule.devices[device].peak_bytes
-        assert list(drawn) == sorted(drawn)
-
-
-def _values(typed_array: object) -> list[float]:
-    """A typed array, which playwright hands over as an object of indices or as a list."""
-    return list(typed_array.values()) if isinstance(typed_array, dict) else list(typed_array)  # type: ignore[call-overload]
 
 
 def test_colours(anywhere: Page) -> None:

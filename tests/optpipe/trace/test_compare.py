@@ -15,8 +15,9 @@ from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
-from optpipe.trace.compare import Span, compare, deciding_path, find_precedences, planned_spans, retimed
+from optpipe.trace.compare import Need, Span, compare, deciding_path, find_precedences, planned_spans, retimed
 from optpipe.trace.document import Trace
+from optpipe.verify import find_causes
 from solver.build import build_schedule
 from solver.solve import solve
 from tests.optpipe.plot.schedules import all_forwards_first, pair
@@ -324,6 +325,30 @@ def test_the_deciding_path_is_unbroken_and_as_long_as_the_step(drawn: tuple[Sche
     assert length == max(span.end_us for span in spans.values())
     for before, step in pairwise(path):
         assert before.op in [need.op for need in needs[step.op]]
+
+
+@settings(deadline=None)
+@given(schedules(), st.sampled_from(["makespan", "device_span"]))
+def test_the_verifier_finds_the_same_causes(drawn: tuple[Schedule, Random], objective: str) -> None:
+    problem = drawn[0].problem.model_copy(update={"objective": objective})
+    schedule = build_schedule(problem, drawn[0].orders, 0.0, "random", 0.0)
+    spans, precedences, causes = planned_spans(schedule), find_precedences(schedule), find_causes(schedule)
+    ops, orders = [*causes.ops], schedule.orders
+    found = {(ops[k], ops[before]) for k, before in zip(*causes.needs, strict=True)}
+    streams = (*orders.channels, *(stream for device in orders.devices for stream in device.streams()))
+    found |= {(op, before) for ops_of in streams for before, op in pairwise(ops_of)}
+    assert found == {(op, need.op) for op, needs in precedences.items() for need in needs}
+    for op, k, delay_us in zip(ops, causes.starts_after.tolist(), causes.delay_us.tolist(), strict=True):
+        met_us = max((spans[need.op].end_us + need.delay_us for need in precedences[op]), default=-1.0)
+        assert (k >= 0) == (met_us == pytest.approx(spans[op].start_us))
+        if k >= 0:
+            assert Need(ops[k], delay_us) in precedences[op]
+            assert spans[ops[k]].end_us + delay_us == pytest.approx(spans[op].start_us)
+    path = [ops[k] for k in causes.critical_path]
+    assert path[:-1] == [ops[causes.starts_after[ops.index(op)]] for op in path[1:]]
+    device = schedule.devices[schedule.problem.stages[path[-1].stage].device]
+    begin_us = 0.0 if objective == "makespan" else device.compute.starts[0]
+    assert spans[path[-1]].end_us - begin_us == pytest.approx(schedule.value_us)
 
 
 def test_a_plan_that_cannot_run_is_named() -> None:

@@ -267,6 +267,17 @@ export async function comparePublished(problem, signal) {
 }
 
 /**
+ * @param {Schedule} schedule
+ * @param {AbortSignal} signal
+ * @returns {Promise<import("./types.js").Analysis>}
+ */
+export function analyze(schedule, signal) {
+  const { bound_us = null, gap = null } = schedule;
+  // A measured step has no bound, which no figure of an analysis depends on.
+  return json("POST", "/v1/analyze", { body: JSON.stringify({ ...schedule, bound_us: bound_us ?? 0, gap: gap ?? 1 }), signal });
+}
+
+/**
  * What a file is, and the schedules in it.
  *
  * @param {string} name

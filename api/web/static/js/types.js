@@ -6,31 +6,15 @@
  *
  * @typedef {{bytes: number, offload_us: number, reload_us: number}} Offload
  *
- * @typedef {object} Mode a way of holding the activation of a microbatch until its backward
- * @property {string} name
- * @property {number} [kept_bytes] default: all of the activation
- * @property {number} [recompute_us]
- * @property {number} [forward_workspace_bytes] default: what is not kept
- * @property {number} [workspace_bytes]
- * @property {number} [segment_bytes]
- * @property {Offload | null} [offload]
- *
  * @typedef {object} Stage
  * @property {number} device
  * @property {number} forward_us
  * @property {number} backward_input_us
  * @property {number} backward_weight_us
  * @property {number} activation_bytes
- * @property {"full" | "none"} [backward]
  * @property {number} backward_weight_bytes
- * @property {Record<Kind, number> | null} [workspace_bytes]
  * @property {Offload | null} [offload]
- * @property {Mode[] | null} [modes]
- * @property {SliceFactors | null} [slice_factors] in the place of those of the problem
- * @property {number} [slice_gradient_bytes]
- *
- * @typedef {{[name in "forward" | "backward_input" | "backward_weight" | "recompute" | "bytes" | "transfer"]?: number[]}}
- *   SliceFactors
+ * @property {unknown[] | null} [modes]
  *
  * @typedef {number | {forward: number, backward: number}} TransferUs
  *
@@ -46,7 +30,7 @@
  * @property {string} [source]
  * @property {Record<string, number | null>[] | null} [microbatch_factors]
  * @property {"given" | "free"} [microbatch_order]
- * @property {{count: number, factors?: SliceFactors} | null} [slices]
+ * @property {{count: number} | null} [slices]
  *
  * @typedef {object} PlannedOp
  * @property {Kind} op
@@ -77,6 +61,17 @@
  * @property {string} method
  * @property {number} solve_seconds
  * @property {DevicePlan[]} devices
+ *
+ * @typedef {object} DeviceAnalysis
+ * @property {number} idle_before_us
+ * @property {number} idle_within_us
+ * @property {number} idle_after_us
+ * @property {{times_us: number[], bytes: number[]}} memory
+ *
+ * @typedef {object} Analysis of a schedule
+ * @property {DeviceAnalysis[]} devices
+ * @property {Record<string, {needs: string[], starts_after: string | null, delay_us: number}>} ops by name
+ * @property {string[]} critical_path
  *
  * @typedef {{name: string, note: string, schedule: Schedule}} FoundSchedule
  *

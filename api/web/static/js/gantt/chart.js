@@ -1,8 +1,10 @@
 /** The Gantt chart with memory: holds a schedule, redraws it on change, handles input. */
 
 import { announce } from "../announce.js";
+import { analyze } from "../api.js";
 import { fromTemplate, part } from "../elements.js";
 import { readTheme } from "../palette.js";
+import { LONGEST_RETRY_MS, maySucceedLater, pause } from "../retry.js";
 import { onThemeChange } from "../theme.js";
 import { countText, timeText } from "../units.js";
 import { Dependencies, opName, parseOpName } from "./dependencies.js";
@@ -47,6 +49,8 @@ export class GanttChart {
   #frame = 0;
   #baseIsStale = true;
   #ending = new AbortController();
+  /** Of the analysis that is asked for, and of the pause before it is asked for again. */
+  #analyzing = new AbortController();
 
   /**
    * @param {HTMLElement} host gets the chart
@@ -88,13 +92,35 @@ export class GanttChart {
   }
 
   /**
-   * Show a schedule; the stretch of time in view stays where it is, and so does the op that was chosen.
+   * Show a schedule once the service has analyzed it, or has not; the stretch of time in view stays where it is, and so
+   * does the op that was chosen.
    *
    * @param {import("../types.js").Schedule} schedule
    * @param {boolean} [ownTime] whether the time scale follows this schedule alone
    */
-  show(schedule, ownTime = true) {
-    const model = buildModel(schedule);
+  async show(schedule, ownTime = true) {
+    this.#analyzing.abort();
+    this.#analyzing = new AbortController();
+    const signal = AbortSignal.any([this.#ending.signal, this.#analyzing.signal]);
+    try {
+      const analysis = await analyze(schedule, signal);
+      if (!signal.aborted) this.#replace(buildModel(schedule, analysis), ownTime);
+    } catch (error) {
+      if (signal.aborted) return;
+      this.#replace(buildModel(schedule, null), ownTime);
+      this.#tell(`Memory, idle times and causes are missing. ${error instanceof Error ? error.message : error}`);
+      if (!maySucceedLater(error)) return;
+      pause(LONGEST_RETRY_MS, signal).then(() => {
+        if (!signal.aborted) this.show(schedule, ownTime);
+      });
+    }
+  }
+
+  /**
+   * @param {import("./model.js").Model} model
+   * @param {boolean} ownTime
+   */
+  #replace(model, ownTime) {
     const theme = readTheme(this.figure);
     const chosen = this.#scene && this.#chosen && opAt(this.#scene, this.#chosen);
     if (ownTime) this.time.setBounds(model.beginUs, model.endUs);

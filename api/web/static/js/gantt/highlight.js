@@ -3,6 +3,7 @@
 import { tickText } from "../ticks.js";
 import { timeUnit } from "../units.js";
 import { FONT, SCALE_PX, timeAt, xAt } from "./layout.js";
+import { opName } from "./dependencies.js";
 import { opAt } from "./hit.js";
 
 /** @typedef {import("./layout.js").Scene} Scene */
@@ -71,11 +72,9 @@ function drawMicrobatch(context, scene, spot) {
  * @param {Dependencies} dependencies
  */
 function drawDependencies(context, scene, spot, dependencies) {
-  const binding = dependencies.bindingCause(spot);
-  const causes = dependencies.causes(spot).filter(({ rule }) => rule !== "order" && rule !== "channel");
-  for (const cause of causes) {
-    const isBinding = binding !== null && dependencies.op(binding.spot) === dependencies.op(cause.spot);
-    arrow(context, scene, cause.spot, spot, isBinding ? 2.5 : 1.25, []);
+  const last = dependencies.startsAfter(spot)?.name;
+  for (const cause of dependencies.needs(spot)) {
+    arrow(context, scene, cause, spot, opName(dependencies.op(cause)) === last ? 2.5 : 1.25, []);
   }
   for (const effect of dependencies.effects(spot)) arrow(context, scene, spot, effect, 1.25, [4, 3]);
 }

@@ -1,10 +1,10 @@
 /** A schedule as columns that can be searched and drawn quickly. */
 
 import { KINDS } from "../kinds.js";
-import { plannedMemory } from "../memory.js";
 import { deviceName } from "../schedule.js";
 
 /** @typedef {import("../types.js").Schedule} Schedule */
+/** @typedef {import("../types.js").Analysis} Analysis */
 /** @typedef {import("../types.js").PlannedOp} PlannedOp */
 
 /**
@@ -23,12 +23,14 @@ import { deviceName } from "../schedule.js";
  * @property {string} name
  * @property {number[]} stages
  * @property {Lane[]} lanes
- * @property {import("../memory.js").Curve} memory
+ * @property {import("../types.js").DeviceAnalysis | null} facts
+ * @property {import("../memory.js").Curve} memory without a step where there is no analysis
  * @property {number | null} budgetBytes
  * @property {import("../types.js").DevicePlan} plan
  *
  * @typedef {object} Model
  * @property {Schedule} schedule
+ * @property {Analysis | null} analysis null: the service has not answered
  * @property {Device[]} devices
  * @property {number} beginUs first start on any stream
  * @property {number} endUs last end on any stream
@@ -47,16 +49,18 @@ const FARTHEST_BUDGET = 3;
 
 /**
  * @param {Schedule} schedule
+ * @param {Analysis | null} analysis
  * @returns {Model}
  */
-export function buildModel(schedule) {
+export function buildModel(schedule, analysis) {
   const stagesByDevice = schedule.problem.devices.map((_, device) =>
     schedule.problem.stages.flatMap((stage, index) => (stage.device === device ? [index] : [])),
   );
-  const devices = schedule.devices.map((_, device) => buildDevice(schedule, device, stagesByDevice[device]));
+  const devices = schedule.devices.map((_, device) => buildDevice(schedule, analysis, device, stagesByDevice[device]));
   const lanes = devices.flatMap((device) => device.lanes);
   return {
     schedule,
+    analysis,
     devices,
     beginUs: lanes.reduce((least, lane) => Math.min(least, lane.startUs[0] ?? least), Infinity),
     endUs: lanes.reduce((most, lane) => Math.max(most, lane.endUs[lane.endUs.length - 1] ?? most), 0),
@@ -79,12 +83,14 @@ export function lookIndex(kind, rank) {
 
 /**
  * @param {Schedule} schedule
+ * @param {Analysis | null} analysis
  * @param {number} index
  * @param {number[]} stages
  * @returns {Device}
  */
-function buildDevice(schedule, index, stages) {
+function buildDevice(schedule, analysis, index, stages) {
   const plan = schedule.devices[index];
+  const facts = analysis?.devices[index] ?? null;
   const { memory_bytes: budgetBytes } = schedule.problem.devices[index];
   const rank = new Map(stages.map((stage, position) => [stage, position]));
   const streams = STREAMS.filter((stream) => stream === "compute" || plan[stream]?.length);
@@ -94,7 +100,8 @@ function buildDevice(schedule, index, stages) {
     stages,
     plan,
     lanes: streams.map((stream) => buildLane(stream, plan[stream] ?? [], rank)),
-    memory: plannedMemory(schedule, index),
+    facts,
+    memory: { timesUs: Float64Array.from(facts?.memory.times_us ?? []), bytes: Float64Array.from(facts?.memory.bytes ?? []) },
     budgetBytes: budgetBytes ?? null,
   };
 }

@@ -1,7 +1,7 @@
 /** What the chart shows, as a table: one row a device. */
 
 import { element, part } from "../elements.js";
-import { bytesText, percentText, timeText, timeUnit } from "../units.js";
+import { bytesText, timeText, timeUnit } from "../units.js";
 
 /**
  * @param {HTMLElement} figure
@@ -38,7 +38,7 @@ function heldText({ plan }) {
  * @param {boolean} withModes
  */
 function tableRow(device, unit, withModes) {
-  const { name, stages, plan, lanes, budgetBytes } = device;
+  const { name, stages, plan, lanes, budgetBytes, facts } = device;
   const row = element("tr");
   const heading = element("th", name);
   heading.scope = "row";
@@ -46,7 +46,7 @@ function tableRow(device, unit, withModes) {
     stages.join(", ") || "none",
     lanes.reduce((sum, lane) => sum + lane.ops.length, 0).toLocaleString("en-US"),
     timeText(plan.busy_us, unit),
-    percentText(plan.bubble),
+    ...[facts?.idle_before_us, facts?.idle_within_us, facts?.idle_after_us].map((idleUs) => timeText(idleUs, unit)),
     bytesText(plan.peak_bytes),
     bytesText(plan.peak_bytes_any_timing),
     budgetBytes === null ? "no limit" : bytesText(budgetBytes),

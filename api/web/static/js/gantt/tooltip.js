@@ -5,7 +5,6 @@ import { KIND } from "../kinds.js";
 import { levelAt } from "../memory.js";
 import { sliceCount, unitName } from "../slices.js";
 import { bytesText, timeText, timeUnit } from "../units.js";
-import { opName } from "./dependencies.js";
 import { opAt } from "./hit.js";
 
 /** @typedef {import("./layout.js").Scene} Scene */
@@ -35,11 +34,13 @@ export function describe(scene, spot, dependencies) {
     ["from", timeText(op.start_us - beginUs, unit)],
     ["to", timeText(op.end_us - beginUs, unit)],
     ["takes", timeText(op.end_us - op.start_us)],
-    ["memory in it", `${bytesText(levelAt(device.memory, op.start_us))}${budget}`],
-    ["memory after", bytesText(levelAt(device.memory, op.end_us))],
   ];
-  const cause = dependencies?.bindingCause(spot);
-  if (dependencies && cause) facts.push(["starts after", causeText(cause, dependencies)]);
+  if (device.memory.bytes.length) {
+    facts.push(["memory in it", `${bytesText(levelAt(device.memory, op.start_us))}${budget}`]);
+    facts.push(["memory after", bytesText(levelAt(device.memory, op.end_us))]);
+  }
+  const cause = dependencies?.startsAfter(spot);
+  if (cause) facts.push(["starts after", causeText(cause)]);
   if (op.mode) facts.push(["activation", op.mode]);
   if (op.waits?.length) facts.push(["waits for", waitsText(op.waits)]);
   const { problem } = scene.model.schedule;
@@ -80,14 +81,9 @@ export function showTooltip(tooltip, scene, spot, dependencies, { x, y }) {
   tooltip.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
 }
 
-/**
- * @param {import("./dependencies.js").Cause} cause
- * @param {Dependencies} dependencies
- */
-function causeText({ spot, earliestUs }, dependencies) {
-  const op = dependencies.op(spot);
-  const delayUs = earliestUs - op.end_us;
-  return delayUs > 0 ? `${opName(op)} and ${timeText(delayUs)} of transfer` : opName(op);
+/** @param {{name: string, delayUs: number}} cause */
+function causeText({ name, delayUs }) {
+  return delayUs > 0 ? `${name} and ${timeText(delayUs)} of transfer` : name;
 }
 
 /** @param {string[]} waits */

@@ -265,7 +265,7 @@ class JobView {
     const revision = this.#job.revision;
     let failed = false;
     try {
-      this.#showSchedule(await getSchedule(this.id, this.#ending.signal));
+      await this.#showSchedule(await getSchedule(this.id, this.#ending.signal));
       this.#shown = revision;
       this.#retryMs = FIRST_RETRY_MS;
       await new Promise((resolve) => setTimeout(resolve, SCHEDULE_PAUSE_MS));
@@ -280,13 +280,11 @@ class JobView {
   }
 
   /** @param {Schedule} schedule */
-  #showSchedule(schedule) {
+  async #showSchedule(schedule) {
     const host = part(this.root, "chart-host", HTMLElement);
     const name = schedule.problem.name || "this job's schedule";
     const isFirst = !this.#chart;
     this.#chart ??= new GanttChart(host, { name, link: (state) => `#/jobs/${this.id}${state.size ? `?${state}` : ""}` });
-    this.#chart.show(schedule);
-    if (isFirst) this.#chart.restore(this.linked);
     this.#offloads = schedule.devices.some((plan) => plan.offload?.length);
     for (const dropped of this.root.querySelectorAll("[data-part=dropped]")) dropped.toggleAttribute("hidden", !this.#offloads);
     const { bubble, whose } = bubbleRate(schedule);
@@ -295,6 +293,8 @@ class JobView {
     this.#setFigure("peak", bytesText(highestPeakBytes(schedule)));
     part(this.root, "found-by", HTMLElement).textContent = schedule.method;
     part(this.root, "source", HTMLElement).textContent = schedule.problem.source || NONE;
+    await this.#chart.show(schedule);
+    if (isFirst) this.#chart.restore(this.linked);
   }
 
   #drawCurve() {
