@@ -84,6 +84,7 @@ class SleepyTask:
     tokens = WIDTH
     reference = Sizes(WIDTH * WIDTH, WIDTH)
     loader = None
+    architecture = None
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

@@ -48,7 +48,8 @@ def print_result(result: TrainingResult, trace_path: Path | None = None) -> None
     begun = f", from step {result.first_step} on" if result.first_step else ""
     text = f"{len(result.losses)} steps{begun} of {result.parameters:,} parameters in {result.processes} process(es)"
     if result.losses:
-        took = f"median {time_text(1e6 * median(result.step_seconds))} a step"
+        took = f"median {time_text(1e6 * median(result.step_seconds))} a step, "
+        took += _speed_text(result.tokens_per_second, result.utilization, result.processes)
         terms = [f"{name} {values[0]:.4f} -> {values[-1]:.4f}" for name, values in result.loss_terms.items()]
         of_terms = f" ({', '.join(terms)})" if terms else ""
         text += f": loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}{of_terms}, {took}"
@@ -125,12 +126,17 @@ def progress(steps: int, leads: bool) -> Iterator[Callable[[StepReport], None] |
             yield lambda step: bar.update(task, completed=step.step + 1, figures=figures_text(step))
 
 
+def _speed_text(tokens_per_second: float, utilization: float | None, processes: int) -> str:
+    """Tokens a second, of each device where each has a process, and the utilization (MFU) where it is known."""
+    each = f" ({tokens_per_second / processes:,.0f} a device)" if processes > 1 else ""
+    used = "" if utilization is None else f", MFU {share_text(utilization)}"
+    return f"{tokens_per_second:,.0f} tokens/s{each}{used}"
+
+
 def figures_text(step: StepReport) -> str:
     """Loss with its terms, tokens per second, and bubble and memory if they were measured."""
     terms = ", ".join(f"{name} {value:.4f}" for name, value in step.loss_terms.items())
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    each = f" ({step.tokens_per_second / processes:,.0f} a device)" if processes > 1 else ""
-    speed = f"{step.tokens_per_second:,.0f} tokens/s{each}"
+    speed = _speed_text(step.tokens_per_second, step.utilization, int(os.environ.get("WORLD_SIZE", "1")))
     parts = [f"loss {step.loss:.4f}" + (f" ({terms})" if terms else ""), speed]
     if step.bubble is not None:
         parts.append(f"bubble {100 * step.bubble:.0f} %")

@@ -39,6 +39,16 @@ NORM_ACCESSES, INNER_ACCESSES = 8, 3
 width (activation function) and token. B takes twice as many."""
 
 
+def ideal_seconds(model: Model, machine: Facts, sequence: int) -> float:
+    """Seconds of one GPU at its 16-bit peak for the model's own operations on one sequence.
+
+    Nothing is recomputed, and of causal attention half is counted. Divided by what a sequence took, this is the model
+    FLOP/s utilization (MFU).
+    """
+    kinds = CostModel(model, machine, Strategy(), sequence).devices().sum((0, 1))
+    return float(kinds @ work(products=1, attention=1, experts=1))
+
+
 class Passes(NamedTuple):
     """Work of the passes of a layer, a stage or a device for one microbatch."""
 

@@ -128,7 +128,7 @@ class Efficiencies(Document):
 
 
 class Machine(Document):
-    """A kind of GPU in the nodes and network around it. `aliases`: how tables of measured steps name it."""
+    """A kind of GPU in the nodes and network around it. `aliases`: its names in measured tables and drivers."""
 
     format: Literal["optpipe.machine/1"]
     name: str = Field(min_length=1, max_length=100)
@@ -210,7 +210,7 @@ DEFAULT_EFFICIENCIES = Efficiencies(
 
 
 def known_names() -> dict[str, str]:
-    """Names of the machines that come with the program, by these and by how tables of measured steps call them."""
+    """Names of the machines that come with the program, by these and by their aliases."""
     return {alias: one.name for one in named_machines().values() for alias in (one.name, *one.aliases)}
 
 

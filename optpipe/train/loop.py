@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import median
 
 from optpipe.compile import Program, compile_schedule
 from optpipe.errors import RunFailedError, TrainingError
@@ -128,6 +129,8 @@ def _trained(
         bubbles=tuple(watch.bubbles),
         evaluation_loss=evaluated,
         loss_terms={name: tuple(values) for name, values in run.loss_terms.items()},
+        tokens_per_second=median(watch.tokens_per_second or [0.0]),
+        utilization=median(watch.utilization) if watch.utilization else None,
     )
 
 

@@ -15,13 +15,15 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from optpipe.cluster.costs import ideal_seconds
+from optpipe.cluster.machine import known_names, named_machines
 from optpipe.compile.program import Action
 from optpipe.errors import needs_extra
 from optpipe.kinds import KIND
@@ -30,6 +32,7 @@ from optpipe.runtime.recorder import Recorder
 from optpipe.train.callback import Callback
 from optpipe.train.check import evaluation_loss
 from optpipe.train.config import OutputConfig, TrainingConfig
+from optpipe.train.launch import hardware_name
 from optpipe.train.model import Model
 from optpipe.train.result import Events, RunFacts, StepReport, TrainingCallback
 from optpipe.train.update import StepOutcome
@@ -56,7 +59,8 @@ class Watch(Callback):
     """Reports steps to `report` and measures bubbles.
 
     Created when the model is at the first step of the run. `bubbles`: mean bubble of each device of the first replica,
-    in every process and after the last step; empty if it is not measured.
+    in every process and after the last step; empty if it is not measured. `tokens_per_second` and `utilization` have
+    those of each step.
     """
 
     def __init__(self, model: Model, steps: int, events: Events, report: Report) -> None:
@@ -68,6 +72,9 @@ class Watch(Callback):
         self._bubbles: dict[int, float] = {}
         self._all: list[float] = []
         self.bubbles: Sequence[float] = ()
+        self.tokens_per_second: list[float] = []
+        self.utilization: list[float] = []
+        self._ideal_token_s = _ideal_token_seconds(model)
 
     def is_due(self, step: int) -> bool:
         """True after the last step, if there was one."""
@@ -90,24 +97,28 @@ class Watch(Callback):
         bubble = self._bubbles.pop(outcome.step, None)
         new = self._events.all[self._reported :]
         self._reported += len(new)
-        self._report(
-            StepReport(
-                outcome.step,
-                self._steps,
-                outcome.loss,
-                outcome.seconds,
-                tokens=self._model.take_tokens(outcome.step),
-                gradient_norm=outcome.gradient_norm,
-                learning_rate=outcome.learning_rate,
-                clipped=outcome.clipped,
-                skipped=outcome.skipped,
-                rolled_back=outcome.rolled_back,
-                bubble=bubble,
-                peak_memory_bytes=_peak_memory_bytes(self._model.hardware),
-                events=tuple(new),
-                loss_terms=outcome.loss_terms,
-            )
+        report = StepReport(
+            outcome.step,
+            self._steps,
+            outcome.loss,
+            outcome.seconds,
+            tokens=self._model.take_tokens(outcome.step),
+            gradient_norm=outcome.gradient_norm,
+            learning_rate=outcome.learning_rate,
+            clipped=outcome.clipped,
+            skipped=outcome.skipped,
+            rolled_back=outcome.rolled_back,
+            bubble=bubble,
+            peak_memory_bytes=_peak_memory_bytes(self._model.hardware),
+            events=tuple(new),
+            loss_terms=outcome.loss_terms,
         )
+        self.tokens_per_second.append(report.tokens_per_second)
+        if self._ideal_token_s is not None:
+            utilization = self._ideal_token_s * report.tokens_per_second / self._model.launch.world
+            report = replace(report, utilization=utilization)
+            self.utilization.append(utilization)
+        self._report(report)
 
     def _finish(self) -> None:
         """Stop the clocks of the step in progress. With post-validation its outcome comes one step later."""
@@ -117,6 +128,17 @@ class Watch(Callback):
             self._bubbles[step] = max(0.0, 1 - computed / took)
             self._all.append(self._bubbles[step])
             self._begun = None
+
+
+def _ideal_token_seconds(model: Model) -> float | None:
+    """Seconds of one GPU at its peak for a token; None where model or GPU is not known, or some stages are frozen."""
+    machine = known_names().get(hardware_name(model.hardware, ""))
+    architecture = model.task.architecture
+    stages = model.schedule.problem.stages if model.schedule else ()
+    if machine is None or architecture is None or any(stage.backward == "none" for stage in stages):
+        return None
+    sequence = max(1, model.task.reference.elements // model.task.reference.rows)
+    return ideal_seconds(architecture, named_machines()[machine].facts, sequence) / sequence
 
 
 def _peak_memory_bytes(hardware: torch.device) -> int:
@@ -277,6 +299,7 @@ def figures(report: StepReport) -> dict[str, float]:
         "step seconds": report.seconds,
         "learning rate": report.learning_rate,
         "gradient norm": report.gradient_norm,
+        "utilization (MFU)": report.utilization,
         "bubble": report.bubble,
         "peak memory bytes": report.peak_memory_bytes,
     }

@@ -59,7 +59,8 @@ class StepReport:
     `StepOutcome`. `bubble`: share of the step in which the leading process's device waited; None where devices take
     turns in one process or run apart from the host (CUDA). `peak_memory_bytes`: most that the leading process has
     held, on its GPU or resident. `events`: events since the last report. `loss_terms`: the terms of a loss that has
-    several, by name; their sum is the loss.
+    several, by name; their sum is the loss. `utilization`: model FLOP/s utilization (MFU) of all GPUs together; None
+    where the model's operations or the peak of its GPUs are not known.
     """
 
     step: int
@@ -76,6 +77,7 @@ class StepReport:
     peak_memory_bytes: int = 0
     events: tuple[OnlineEvent, ...] = ()
     loss_terms: Mapping[str, float] = field(default_factory=dict)
+    utilization: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -172,7 +174,7 @@ class TrainingResult(Displayed):
     that ended the run, and how to resume. `events`: profiling and solving, as this process saw them. `schedule`: the
     one in use at the end. `bubbles`: share of its steps that each device has waited, empty if not measured.
     `evaluation_loss`: mean over the batches evaluated at the end, if any. `loss_terms`: the terms of a loss that has
-    several in each step, by name.
+    several in each step, by name. `tokens_per_second` and `utilization`: medians of those of its steps.
     """
 
     losses: tuple[float, ...]
@@ -188,6 +190,8 @@ class TrainingResult(Displayed):
     bubbles: tuple[float, ...] = ()
     evaluation_loss: float | None = None
     loss_terms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    tokens_per_second: float = 0.0
+    utilization: float | None = None
 
     def summary(self) -> Summary:
         """Steps, losses and seconds; of a check, what each device's memory was."""

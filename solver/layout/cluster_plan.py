@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from optpipe.cluster.costs import CostModel, work
+from optpipe.cluster.costs import ideal_seconds, work
 from optpipe.cluster.layers import strategy_layers, strategy_partition
 from optpipe.cluster.strategy import V_SHAPED, Strategy
 from optpipe.display import Displayed, Summary
@@ -130,11 +130,8 @@ class Plan(Displayed):
 
     def utilization(self, seconds: float) -> float:
         """Operations of the model, without recomputation and with half of causal attention, over the 16-bit peak."""
-        one = Strategy()
-        costs = CostModel(self.job.model, self.job.machine.facts, one, self.job.sequence)
-        kinds = costs.devices().sum((0, 1))
-        busy_s = float(kinds @ work(products=1, attention=1, experts=1)) * self.job.global_batch / self.gpus
-        return busy_s / seconds
+        sequence_s = ideal_seconds(self.job.model, self.job.machine.facts, self.job.sequence)
+        return sequence_s * self.job.global_batch / self.gpus / seconds
 
     def summary(self) -> Summary:
         """The fastest strategies, for notebooks."""

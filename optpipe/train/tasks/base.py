@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from optpipe.cluster.model import Model as Architecture
 from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import Tree
 from optpipe.train.lengths import Sizes
@@ -42,6 +43,11 @@ class Task(Protocol):
     @property
     def reference(self) -> Sizes:
         """Size of the microbatch whose costs a profile of this task states."""
+        ...
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """Sizes of the layers, from which operations are counted as for a plan; None where they are not known."""
         ...
 
     def build_stages(self, own: Collection[int] | None = None, /) -> list[nn.Module]:

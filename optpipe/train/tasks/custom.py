@@ -77,6 +77,11 @@ class OwnStages:
             LOG.warning("no --data: every step trains on the one microbatch that %s returns", self._model.name)
 
     @property
+    def architecture(self) -> None:
+        """Not known."""
+        return None
+
+    @property
     def name(self) -> str:
         """Name of the callable."""
         return self._model.name

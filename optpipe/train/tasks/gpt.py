@@ -208,6 +208,11 @@ class GPTTask:
         self._data = {"text_bytes": len(text), "text_sum": int(text.sum())}
 
     @property
+    def architecture(self) -> None:
+        """Not known."""
+        return None
+
+    @property
     def name(self) -> str:
         """Sizes of the model and of a microbatch."""
         return gpt_name(self._model.name, self.shape.layers, self._model.microbatch_size, self.shape.sequence)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optpipe.cluster.model import Model as Architecture
+from optpipe.cluster.model import read_model
 from optpipe.errors import InputError, Issue
 from optpipe.models.hugging_face import PART, PREFIX, SLICED, HuggingFace
 from optpipe.models.loss import LabelLoss, PerToken
@@ -69,6 +71,17 @@ class HuggingFaceTask:
     def name(self) -> str:
         """Class and folder of the model, and the size of a microbatch."""
         return self.batches.name
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """That of a causal language model of text alone."""
+        config = self.model.config.to_dict()
+        if not self._labels.shift or "text_config" in config:
+            return None
+        try:
+            return read_model(config)
+        except InputError:  # a family that `optpipe plan` does not read
+            return None
 
     @property
     def loss(self) -> Loss:

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,25 +17,32 @@ import transformers
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, T5Config, XLNetConfig
 
+from optpipe.cluster.machine import named_machines
+from optpipe.cluster.model import load_model
+from optpipe.cluster.software import MEGATRON
 from optpipe.compile import compile_schedule
 from optpipe.errors import InputError
 from optpipe.models.hugging_face import PART, HuggingFace
 from optpipe.models.loss import IGNORED, PerToken
 from optpipe.runtime.loss import total_loss
 from optpipe.runtime.shared_parameters import shared_parameters
-from optpipe.train import ModelConfig, train
+from optpipe.train import ModelConfig, StepReport, output, train
 from optpipe.train.check import scheduled_memory
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.result import TrainingResult
 from optpipe.train.tasks import build_task
 from solver.build import build_schedule
+from solver.layout.cluster_plan import Plan
+from solver.layout.fitting import Job
 from tests.optpipe.models import tiny_models
 from tests.optpipe.models.cases import config_of
 from tests.optpipe.models.tiny_models import (
     ARCHITECTURES,
     CONFIGS,
     MICROBATCHES,
+    ROWS,
+    TOKENS,
     TRAINED,
     plain_losses,
     plain_model,
@@ -137,6 +145,20 @@ def test_training_in_one_process(case: str) -> None:
     assert result.parameters == plain_model(name).num_parameters()
     assert ("checked" in case) == (result.check is not None)
     assert result.check is None or result.check.failures == ()
+
+
+def test_the_utilization_is_that_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs that are known, for the steps that were measured."""
+    monkeypatch.setattr(output, "hardware_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    reports: list[StepReport] = []
+    config = config_of("llama, linear")
+    result = train(config, reports.append)
+    model, h100 = load_model(config.model.name.removeprefix("hf:")), named_machines()["h100"]
+    plan = Plan(Job(model, h100, TOKENS, MICROBATCHES * ROWS, MEGATRON), 1, {}, [], [], 0.0)
+    assert [r.utilization for r in reports] == pytest.approx([plan.utilization(r.seconds) for r in reports])
+    assert result.utilization == median(r.utilization or 0.0 for r in reports)
+    monkeypatch.undo()
+    assert train(config).utilization is None
 
 
 @pytest.mark.parametrize("name", some(["llama", "gemma3", "bloom", "qwen3-moe"]))
