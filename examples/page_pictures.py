@@ -24,6 +24,7 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
+from examples.pictures.blocks import along_a_v
 from instances import instance, uniform
 from optpipe.problem import Problem
 from solver.solve import solve
@@ -294,6 +295,15 @@ def recomputing(service: Service, page: Page) -> None:
     page.get_by_text("The chart as a table").click()
 
 
+def blocks(service: Service, page: Page) -> None:
+    """Blocks of a forward and a backward, one of them described."""
+    page.goto(f"/#/jobs/{service.job(along_a_v(), method='dualpipe-v', name='DualPipeV')}")
+    expect(page.locator(SHOWN)).to_be_visible()
+    page.get_by_label("Find an op").fill("F0.7")
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-part=tooltip]")).to_be_visible()
+
+
 def slices(service: Service, page: Page) -> None:
     """Slices of sequences, in a job with a note."""
     job = service.job(SLICED, method="seq1f1b", name="four slices a sequence")
@@ -357,6 +367,7 @@ STATES: dict[str, tuple[Look, Photograph]] = {
     "all-devices": (LIGHT, all_devices),
     "full-screen": (DARK, full_screen),
     "recomputing": (LIGHT, recomputing),
+    "blocks": (LIGHT, blocks),
     "slices": (LIGHT, slices),
     "running": (LIGHT, running),
     "lost": (LIGHT, lost),

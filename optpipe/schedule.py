@@ -439,10 +439,12 @@ class Schedule(Displayed, Document):
         if not ops:
             return last_us - first_us, 0.0, 0.0
         start_us, end_us = float(ops.start_us.min()), float(ops.end_us.max())
-        busy_us = float((ops.end_us - ops.start_us).sum())
+        begun_us = ops.start_us.copy()  # the two ops of a block run at the same time
+        begun_us[1:] = np.maximum(begun_us[1:], np.maximum.accumulate(ops.end_us)[:-1])
+        busy_us = float(np.maximum(0.0, ops.end_us - begun_us).sum())
         return start_us - first_us, max(0.0, end_us - start_us - busy_us), last_us - end_us
 
-    @property
+    @cached_property
     def time_span_us(self) -> tuple[float, float]:
         """First start and last end over all devices and streams."""
         streams = [ops for device in self.devices for _, ops in device.streams() if ops]

@@ -67,6 +67,12 @@ def bytes_text(size_bytes: float, unit: Unit | None = None) -> str:
     return f"{_rounded(size_bytes / unit.size, 0 if unit.size == 1 else 3)} {unit.name}"
 
 
+def idle_text(idle_us: Sequence[float], unit: Unit) -> str:
+    """Idle times of a device before, within and after its ops, with three digits each: ``idle 20 + 4 + 0 ms``."""
+    times = (us / unit.size if us >= unit.size / 1000 else 0.0 for us in idle_us)
+    return f"idle {' + '.join(f'{time:,.0f}' if time >= 100 else f'{time:.3g}' for time in times)} {unit.name}"
+
+
 def budget_text(used_bytes: float, budget_bytes: int | None) -> str:
     """A size, its budget, and what is left of that or what is lacking."""
     if budget_bytes is None:

@@ -36,7 +36,7 @@ from optpipe.plot.panel import (
 )
 from optpipe.plot.style import BUDGET, FAINT_INK
 from optpipe.schedule import DevicePlan, Schedule
-from optpipe.units import percent_text, time_unit
+from optpipe.units import idle_text, time_unit
 
 MARGINS = Margins(left=1.3, right=2.05, top=1.1, bottom=0.6)
 LONGEST_DEVICE_NAME = 12
@@ -135,14 +135,14 @@ def _draw_ops(panel: Panel, schedule: Schedule, rows: Sequence[_Rows]) -> None:
 
 
 def _draw_labels(panel: Panel, schedule: Schedule, d: int, row: _Rows) -> None:
-    device, plan = schedule.problem.devices[d], schedule.devices[d]
+    device = schedule.problem.devices[d]
     compute = row.streams["compute"]
     size = _label_points(row)
     panel.text_left(
         compute.middle, printable(device.name, LONGEST_DEVICE_NAME) or f"device {d}", fontsize=size, fontweight="bold"
     )
     panel.text_left(row.memory.middle, _stages_text(schedule.problem.stages_of[d]), fontsize=size - 1, color=FAINT_INK)
-    panel.text_right(compute.middle, f"bubble {percent_text(plan.bubble)}", fontsize=size - 1, color=FAINT_INK)
+    panel.text_right(compute.middle, idle_text(schedule.idle_us(d), panel.unit), fontsize=size - 1, color=FAINT_INK)
     for name in ("offload", "reload"):
         lane = row.streams.get(name)
         if lane and lane.height >= NAMED_LANE_INCHES:

@@ -351,3 +351,9 @@ def test_a_picture_has_the_forward_of_a_block_above_its_backward() -> None:
     schedule, lane = Schedule.from_data(example()), Lane(1.0, 0.5)
     boxes = {str(box.op): box.lane for box in boxes_on(schedule.problem, 0, schedule.devices[0].compute, lane)}
     assert (boxes["F0.1"], boxes["BW0.0"], boxes["BW0.2"]) == (Lane(1.0, 0.25), Lane(1.25, 0.25), lane)
+
+
+def test_idle_times_and_blocks_fill_the_step() -> None:
+    schedule = Schedule.from_data(example())
+    for d, device in enumerate(schedule.devices):
+        assert sum(schedule.idle_us(d)) + device.busy_us == pytest.approx(np.ptp(schedule.time_span_us))

@@ -10,11 +10,12 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from instances import uniform
 from optpipe.kinds import KIND
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from solver.build import build_schedule
 from tests.api.web.jobs import posted
 from tests.browser import open_page
-from tests.recomputing import one_f_one_b, recomputing
+from tests.recomputing import one_f_one_b, ops, recomputing
 
 PROBLEM = uniform(4, 8, name="four devices")
 
@@ -114,6 +115,23 @@ def test_pointing_at_an_op_tells_about_it(page: Page, surface: Locator) -> None:
     expect(tooltip).to_contain_text("10.00\u00a0µs")
     page.mouse.move(box["x"] + 5, box["y"] + 5)
     expect(tooltip).to_be_hidden()
+
+
+def test_the_halves_of_a_block_are_ops_of_their_own(page: Page, service_url: str, key: str) -> None:
+    """F0.1 above BW0.0, on one device."""
+    overlaps = [{"forward_stage": 0, "backward_stage": 0, "us": 35}]
+    problem = Problem.from_data(uniform(1, 2).to_data() | {"overlaps": overlaps})
+    orders = Orders([DeviceOrders(ops("F0.0 F0.1 BW0.0 BW0.1"))], blocks={Op("F", 0, 1): Op("BW", 0, 0)})
+    schedule = build_schedule(problem, orders, 0.0, "blocks", 0.0)
+    page.route("**/schedule", lambda route: route.fulfill(json=schedule.to_data()))
+    surface = opened(page, posted(service_url, key))
+    box = surface.bounding_box()
+    assert box
+    tooltip = page.locator("[data-part=tooltip]")
+    for down, name, other in ((4, "F 1: forward", "BW0.0"), (26, "BW 0: backward, fused", "F0.1")):
+        page.mouse.move(box["x"] + 124 + 0.35 * (box["width"] - 124 - 168), box["y"] + 26 + 8 + down)
+        expect(tooltip).to_contain_text(name)
+        expect(tooltip).to_contain_text(f"in a block with{other}")
 
 
 def test_a_pinch_zooms(browser: Browser, service_url: str, key: str) -> None:

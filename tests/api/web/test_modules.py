@@ -58,6 +58,15 @@ def test_times_in_words(anywhere: Page, time_us: float) -> None:
     assert call(anywhere, "units.js", "timeText", time_us) == expected
 
 
+def test_idle_times_in_words(anywhere: Page) -> None:
+    for idle_us, unit in (([0, 4, 1 / 3], 1), ([20_000, 1234.5, 26_000], 1000), ([1.31e9, 0.0, 3e8], 1e6)):
+        [chosen] = [other for other in units.TIME_UNITS if other.size == unit]
+        expected = units.idle_text(idle_us, chosen)
+        found = call(anywhere, "units.js", "idleText", idle_us, {"name": chosen.name, "size": chosen.size})
+        assert found.replace(NO_BREAK_SPACE, " ") == expected
+    assert expected == "idle 1,310 + 0 + 300 s"
+
+
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 24000, 1609728, 6442450944, 2**43])
 def test_sizes_in_words(anywhere: Page, size: int) -> None:
     expected = units.bytes_text(size, units.memory_unit(size)).replace(" ", NO_BREAK_SPACE)

@@ -9,8 +9,8 @@ import { element } from "./elements.js";
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 210;
 const MARGIN = { left: 74, right: 16, top: 22, bottom: 30 };
-/** Room that the name of a method takes. */
-const NAME_PX = 84;
+/** Room that a character of the name of a method takes. */
+const CHARACTER_PX = 6.5;
 /** From the line down to a point to the name of its method. */
 const NAME_GAP_PX = 4;
 /** The zoomed range reaches this many gaps above the best value, and shows this many of the best values. */
@@ -254,8 +254,10 @@ function methodNames(found, { width, x, y }) {
   const names = [];
   for (let index = found.length - 1; index >= 0; index -= 1) {
     const { seconds, valueUs, method } = found[index];
-    const left = Math.min(x(seconds) + NAME_GAP_PX, width - MARGIN.right - NAME_PX);
-    if (!method || method === found[index - 1]?.method || left + NAME_PX > free) continue;
+    if (!method || method === found[index - 1]?.method) continue;
+    const namePx = CHARACTER_PX * method.length;
+    const left = Math.min(x(seconds) + NAME_GAP_PX, width - MARGIN.right - namePx);
+    if (left + namePx > free) continue;
     free = left;
     names.unshift(text("curve-method", left, y(valueUs ?? 0) - 8, method, "start"));
   }

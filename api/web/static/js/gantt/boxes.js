@@ -3,7 +3,7 @@
 import { lastAtOrBefore } from "../memory.js";
 import { sliceCount, unitName } from "../slices.js";
 import { asSource, picture, toPixel } from "./pixels.js";
-import { FONT } from "./layout.js";
+import { FONT, stripOf } from "./layout.js";
 
 /** @typedef {import("./layout.js").Scene} Scene */
 /** @typedef {import("./layout.js").Row} Row */
@@ -55,13 +55,10 @@ const hasBlocks = (lane) => lane.ops.some((op) => op.with);
  * @param {import("./layout.js").Strip} strip
  * @returns {{top: number, height: number, without?: string}[]}
  */
-function halves(lane, { top, height }) {
-  if (!hasBlocks(lane)) return [{ top, height }];
-  const upper = Math.round(height / 2);
-  return [
-    { top, height: upper, without: "BW" },
-    { top: top + upper, height: height - upper, without: "F" },
-  ];
+function halves(lane, strip) {
+  if (!hasBlocks(lane)) return [strip];
+  const blocks = lane.ops.filter((op) => op.with);
+  return blocks.slice(0, 2).map((op) => ({ ...stripOf(op, strip), without: op.op === "F" ? "BW" : "F" }));
 }
 
 /**
@@ -104,7 +101,6 @@ function drawNumbers(context, scene, row, lane, strip) {
   if (!sizes.some(Boolean)) return;
   const { problem } = scene.model.schedule;
   const { ink } = scene.looks[row.device.index];
-  const middles = { F: strip.height / 4, BW: (3 * strip.height) / 4 };
   context.textAlign = "center";
   context.textBaseline = "middle";
   let font = 0;
@@ -116,9 +112,8 @@ function drawNumbers(context, scene, row, lane, strip) {
     if (size !== font) context.font = `${(font = size)}px ${FONT}`;
     context.fillStyle = ink[lane.look[index]];
     const x = layout.left + ((start + lane.endUs[index]) / 2 - time.fromUs) * scale - 0.5;
-    const op = lane.ops[index];
-    const down = op.with ? middles[op.op === "F" ? "F" : "BW"] : strip.height / 2;
-    context.fillText(unitName(problem, op.microbatch), x, strip.top + down + 0.5);
+    const { top, height } = stripOf(lane.ops[index], strip);
+    context.fillText(unitName(problem, lane.ops[index].microbatch), x, top + height / 2 + 0.5);
   }
 }
 

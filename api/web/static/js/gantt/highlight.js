@@ -2,7 +2,7 @@
 
 import { tickText } from "../ticks.js";
 import { timeUnit } from "../units.js";
-import { FONT, SCALE_PX, timeAt, xAt } from "./layout.js";
+import { FONT, SCALE_PX, stripOf, timeAt, xAt } from "./layout.js";
 import { opName } from "./dependencies.js";
 import { opAt } from "./hit.js";
 
@@ -99,8 +99,9 @@ function drawPath(context, scene, path) {
  * @param {Spot} spot
  */
 function opBox(scene, spot) {
-  const { start_us: startUs, end_us: endUs } = opAt(scene, spot);
-  const strip = scene.layout.rows[spot.row].lanes[spot.lane];
+  const op = opAt(scene, spot);
+  const { start_us: startUs, end_us: endUs } = op;
+  const strip = stripOf(op, scene.layout.rows[spot.row].lanes[spot.lane]);
   const left = xAt(scene, startUs);
   return { left, right: xAt(scene, endUs), top: strip.top + SCALE_PX - scene.scrollTop, height: strip.height };
 }

@@ -1,7 +1,7 @@
 /** Ops by their position on the chart: the one at a point, the one a step away. */
 
 import { lastAtOrBefore } from "../memory.js";
-import { SCALE_PX, timeAt } from "./layout.js";
+import { SCALE_PX, stripOf, timeAt } from "./layout.js";
 
 /**
  * Position of an op: row of the layout, lane of the row, index in the lane.
@@ -34,8 +34,12 @@ export function spotAt(scene, x, y) {
   if (row < 0) return null;
   const lane = layout.rows[row].lanes.findIndex(({ top, height }) => top <= contentY && contentY < top + height + 2);
   if (lane < 0) return null;
+  const { ops } = layout.rows[row].device.lanes[lane];
   const index = indexAt(scene, layout.rows[row].device.lanes[lane], timeAt(scene, x));
-  return index < 0 ? null : { row, lane, index };
+  if (index < 0) return null;
+  // Of the two ops of a block, which start together, the second is found.
+  const isAbove = ops[index].op !== "F" && contentY < stripOf(ops[index], layout.rows[row].lanes[lane]).top;
+  return { row, lane, index: isAbove ? index - 1 : index };
 }
 
 /**

@@ -1,6 +1,6 @@
 /** Labels beside the rows: device and stages to the left, figures to the right. */
 
-import { bytesText, memoryUnit, percentText } from "../units.js";
+import { bytesText, idleText, memoryUnit, timeUnit } from "../units.js";
 import { FONT } from "./layout.js";
 
 /** @typedef {import("./layout.js").Scene} Scene */
@@ -51,16 +51,17 @@ export function drawLabels(context, scene, row) {
  * @param {number} size of the font
  */
 function drawFigures(context, { layout, theme, model, width }, row, size) {
-  const { plan, budgetBytes } = row.device;
+  const { plan, budgetBytes, idleUs } = row.device;
   const left = layout.right + GAP_PX;
   context.textAlign = "left";
   context.font = `${size}px ${FONT}`;
-  context.fillText(`bubble ${percentText(plan.bubble)}`, left, middleY(row.lanes[0]));
+  const unit = timeUnit(model.endUs - model.beginUs);
+  if (idleUs) context.fillText(idleText(idleUs, unit), left, middleY(row.lanes[0]), width - left);
   if (!row.memory || row.memory.height < LOWEST_STRIP_PX) return;
   if (budgetBytes !== null && plan.peak_bytes > budgetBytes) context.fillStyle = theme.plain.budget;
-  const unit = memoryUnit(model.topBytes);
-  const limit = budgetBytes === null ? "" : ` of ${bytesText(budgetBytes, unit)}`;
-  context.fillText(`peak ${bytesText(plan.peak_bytes, unit)}${limit}`, left, middleY(row.memory), width - left);
+  const sizeUnit = memoryUnit(model.topBytes);
+  const limit = budgetBytes === null ? "" : ` of ${bytesText(budgetBytes, sizeUnit)}`;
+  context.fillText(`peak ${bytesText(plan.peak_bytes, sizeUnit)}${limit}`, left, middleY(row.memory), width - left);
 }
 
 /**

@@ -115,6 +115,19 @@ function buildRow(device, top, scale, withMemory) {
 }
 
 /**
+ * The part of a lane's strip that an op is drawn in. Of a block the forward has the upper half, the backward the lower.
+ *
+ * @param {import("../types.js").PlannedOp} op
+ * @param {Strip} strip
+ * @returns {Strip}
+ */
+export function stripOf({ op, with: partner }, { top, height }) {
+  if (!partner) return { top, height };
+  const upper = Math.round(height / 2);
+  return op === "F" ? { top, height: upper } : { top: top + upper, height: height - upper };
+}
+
+/**
  * @param {Scene} scene
  * @param {number} timeUs
  */

@@ -23,8 +23,8 @@ import { deviceName } from "../schedule.js";
  * @property {string} name
  * @property {number[]} stages
  * @property {Lane[]} lanes
- * @property {import("../types.js").DeviceAnalysis | null} facts
- * @property {import("../memory.js").Curve} memory without a step where there is no analysis
+ * @property {number[] | null} idleUs before, within and after its ops; null, and no step of memory, without an analysis
+ * @property {import("../memory.js").Curve} memory
  * @property {number | null} budgetBytes
  * @property {import("../types.js").DevicePlan} plan
  *
@@ -100,7 +100,7 @@ function buildDevice(schedule, analysis, index, stages) {
     stages,
     plan,
     lanes: streams.map((stream) => buildLane(stream, plan[stream] ?? [], rank)),
-    facts,
+    idleUs: facts && [facts.idle_before_us, facts.idle_within_us, facts.idle_after_us],
     memory: { timesUs: Float64Array.from(facts?.memory.times_us ?? []), bytes: Float64Array.from(facts?.memory.bytes ?? []) },
     budgetBytes: budgetBytes ?? null,
   };

@@ -38,7 +38,7 @@ function heldText({ plan }) {
  * @param {boolean} withModes
  */
 function tableRow(device, unit, withModes) {
-  const { name, stages, plan, lanes, budgetBytes, facts } = device;
+  const { name, stages, plan, lanes, budgetBytes, idleUs } = device;
   const row = element("tr");
   const heading = element("th", name);
   heading.scope = "row";
@@ -46,7 +46,7 @@ function tableRow(device, unit, withModes) {
     stages.join(", ") || "none",
     lanes.reduce((sum, lane) => sum + lane.ops.length, 0).toLocaleString("en-US"),
     timeText(plan.busy_us, unit),
-    ...[facts?.idle_before_us, facts?.idle_within_us, facts?.idle_after_us].map((idleUs) => timeText(idleUs, unit)),
+    ...(idleUs ?? [null, null, null]).map((us) => timeText(us, unit)),
     bytesText(plan.peak_bytes),
     bytesText(plan.peak_bytes_any_timing),
     budgetBytes === null ? "no limit" : bytesText(budgetBytes),

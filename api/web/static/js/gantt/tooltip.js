@@ -41,6 +41,7 @@ export function describe(scene, spot, dependencies) {
   }
   const cause = dependencies?.startsAfter(spot);
   if (cause) facts.push(["starts after", causeText(cause)]);
+  if (op.with) facts.push(["in a block with", op.with]);
   if (op.mode) facts.push(["activation", op.mode]);
   if (op.waits?.length) facts.push(["waits for", waitsText(op.waits)]);
   const { problem } = scene.model.schedule;
