@@ -44,8 +44,8 @@ pictures: $(READY)
 	$(BIN)/python -m examples.pictures --out docs/pictures/concepts
 	$(BIN)/python -m examples.page_pictures --out docs/pictures/page
 
-# The sdist, and the wheel built from it.
-dist: $(READY)
+# The sdist, and the wheel built from it, both with the site.
+dist: $(READY) docs
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 bench: $(READY)

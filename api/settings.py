@@ -25,6 +25,10 @@ MOST_FILE_BYTES = 2**20
 """Size limit of that file."""
 
 
+SITES = Path(__file__).parent / "web" / "docs", Path(__file__).parents[1] / "out" / "docs"
+"""Folders where the documentation may be: in a wheel of ``make dist``, and in a checkout after ``make docs``."""
+
+
 class Settings(BaseSettings):
     """Everything that can be set, with its range. Load it with `Settings.load`."""
 
@@ -34,8 +38,8 @@ class Settings(BaseSettings):
     """``postgresql://user:password@host/database``; None: a PostgreSQL of its own under `data_folder`."""
     data_folder: Path = Field(default_factory=lambda: default_data_folder())
     """Folder of the embedded PostgreSQL."""
-    docs_folder: Path = Path(__file__).parents[1] / "out" / "docs"
-    """Folder of the documentation, which is served under ``/docs/`` where it was built (``make docs``)."""
+    docs_folder: Path = next(filter(Path.is_dir, SITES), SITES[-1])
+    """Folder of the documentation, which is served under ``/docs/`` where it was built."""
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     require_keys: bool = False

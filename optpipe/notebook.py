@@ -61,13 +61,24 @@ def _schedule_summary(schedule: Schedule) -> Summary:
         ("bubble", percent_text(schedule.bubble)),
     ]
     again = ("recomputed",) if schedule.problem.has_modes else ()
-    head = ("device", "stages", "busy", "bubble", "offloaded", *again, "peak", "peak, any timing", "budget")
+    head = (
+        "device",
+        "stages",
+        "busy",
+        "idle before",
+        "within",
+        "after",
+        "offloaded",
+        *again,
+        "peak",
+        "peak, any timing",
+        "budget",
+    )
     rows = [
         (
             _device(schedule.problem, d),
             _listed(schedule.problem.stages_of[d]),
-            time_text(plan.busy_us),
-            percent_text(plan.bubble),
+            *(time_text(time_us) for time_us in (plan.busy_us, *schedule.idle_us(d))),
             f"{len(plan.offload):,}",
             *(f"{plan.recomputed:,}" for _ in again),
             bytes_text(plan.peak_bytes),

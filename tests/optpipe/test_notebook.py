@@ -83,7 +83,8 @@ def test_a_schedule_shows_a_row_for_each_device_and_its_chart() -> None:
     schedule = solved(uniform(3, 4, budget=100))
     found = Cells(schedule._repr_html_())
     head, *rows = found.rows
-    assert head == ["device", "stages", "busy", "bubble", "offloaded", "peak", "peak, any timing", "budget"]
+    idle = ["idle before", "within", "after"]
+    assert head == ["device", "stages", "busy", *idle, "offloaded", "peak", "peak, any timing", "budget"]
     assert [row[0] for row in rows] == ["device 0", "device 1", "device 2"]
     assert [row[5] for row in rows] == [f"{device.peak_bytes} B" for device in schedule.devices]
     assert {row[-1] for row in rows} == {"100 B"}

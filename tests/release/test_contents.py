@@ -62,6 +62,11 @@ def test_the_wheel_has_every_file_of_the_packages(in_wheel: frozenset[str]) -> N
     assert set(kept_in_git(*PACKAGES)) - NOT_INSTALLED <= in_wheel
 
 
+def test_both_have_the_site_where_it_was_built(in_wheel: frozenset[str], in_sdist: frozenset[str]) -> None:
+    built = (ROOT / "out" / "docs" / "index.html").is_file()
+    assert ("api/web/docs/index.html" in in_wheel, "out/docs/index.html" in in_sdist) == (built, built)
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
