@@ -61,19 +61,8 @@ def _schedule_summary(schedule: Schedule) -> Summary:
         ("bubble", percent_text(schedule.bubble)),
     ]
     again = ("recomputed",) if schedule.problem.has_modes else ()
-    head = (
-        "device",
-        "stages",
-        "busy",
-        "idle before",
-        "within",
-        "after",
-        "offloaded",
-        *again,
-        "peak",
-        "peak, any timing",
-        "budget",
-    )
+    times = ("busy", "idle before", "within", "after")
+    head = ("device", "stages", *times, "offloaded", *again, "peak", "peak, any timing", "budget")
     rows = [
         (
             _device(schedule.problem, d),

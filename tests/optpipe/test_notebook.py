@@ -86,15 +86,15 @@ def test_a_schedule_shows_a_row_for_each_device_and_its_chart() -> None:
     idle = ["idle before", "within", "after"]
     assert head == ["device", "stages", "busy", *idle, "offloaded", "peak", "peak, any timing", "budget"]
     assert [row[0] for row in rows] == ["device 0", "device 1", "device 2"]
-    assert [row[5] for row in rows] == [f"{device.peak_bytes} B" for device in schedule.devices]
+    assert [row[7] for row in rows] == [f"{device.peak_bytes} B" for device in schedule.devices]
     assert {row[-1] for row in rows} == {"100 B"}
     assert "svg" in found.tags
 
 
 def test_a_schedule_shows_how_much_is_recomputed_where_it_may_be() -> None:
     head, *rows = Cells(every_mode()._repr_html_()).rows
-    assert head[4:6] == ["offloaded", "recomputed"]
-    assert [row[4:6] for row in rows] == [["1", "3"], ["0", "2"]]
+    assert head[6:8] == ["offloaded", "recomputed"]
+    assert [row[6:8] for row in rows] == [["1", "3"], ["0", "2"]]
 
 
 def test_a_problem_shows_its_devices() -> None:
