@@ -311,6 +311,19 @@ class DevicePlan(Document):
         return int(np.isin(self.compute.ops.kind, codes(RECOMPUTATIONS)).sum())
 
 
+def idle_times_us(start_us: Floats, end_us: Floats, step_us: tuple[float, float]) -> tuple[float, float, float]:
+    """Time of a step, given by its begin and end, in which no op runs: before the first, between, and after the last.
+
+    Ops are in order of their starts; the two of a block run at the same time.
+    """
+    first_us, last_us = step_us
+    if not len(start_us):
+        return last_us - first_us, 0.0, 0.0
+    ended_us = np.maximum.accumulate(end_us)
+    within_us = float(np.maximum(0.0, start_us[1:] - ended_us[:-1]).sum())
+    return float(start_us.min()) - first_us, within_us, last_us - float(ended_us[-1])
+
+
 class Schedule(Displayed, Document):
     """A schedule with its problem. This class checks the form of the document; `verify` checks the rules of the model.
 
@@ -434,15 +447,8 @@ class Schedule(Displayed, Document):
 
         The three and the device's `busy_us` add up to the time from the first start to the last end on any device.
         """
-        first_us, last_us = self.time_span_us
         ops = self.devices[device].compute
-        if not ops:
-            return last_us - first_us, 0.0, 0.0
-        start_us, end_us = float(ops.start_us.min()), float(ops.end_us.max())
-        begun_us = ops.start_us.copy()  # the two ops of a block run at the same time
-        begun_us[1:] = np.maximum(begun_us[1:], np.maximum.accumulate(ops.end_us)[:-1])
-        busy_us = float(np.maximum(0.0, ops.end_us - begun_us).sum())
-        return start_us - first_us, max(0.0, end_us - start_us - busy_us), last_us - end_us
+        return idle_times_us(ops.start_us, ops.end_us, self.time_span_us)
 
     @cached_property
     def time_span_us(self) -> tuple[float, float]:

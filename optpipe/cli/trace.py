@@ -71,7 +71,7 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
             share_text(device.bubble),
             time_text(device.planned_busy_us),
             time_text(device.busy_us),
-            *times_text(_idle_us(trace, comparison, d)),
+            *times_text(device.idle_us),
             bytes_text(device.expected_peak_bytes),
             bytes_text(device.peak_bytes),
             _ratio_text(device.peak_bytes, device.expected_peak_bytes),
@@ -88,17 +88,6 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
                 f"which no plan has: {time_text(inside_us)} in its bubble, {share} of the step, and "
                 f"{time_text(device.exposed_collectives_us)} before the step's first op or behind its last"
             )
-
-
-def _idle_us(trace: Trace, comparison: Comparison, device: int) -> tuple[float, float, float]:
-    """Time in which a device does not compute: before its first op of the step, between its ops, and after its last."""
-    spans = [comparison.spans[op] for op in trace.schedule.devices[device].compute.ops]
-    first_us = min(span.start_us for span in comparison.spans.values())
-    if not spans:
-        return comparison.step_us, 0.0, 0.0
-    start_us, end_us = min(span.start_us for span in spans), max(span.end_us for span in spans)
-    within_us = end_us - start_us - sum(span.duration_us for span in spans)
-    return start_us - first_us, max(0.0, within_us), first_us + comparison.step_us - end_us
 
 
 def _misfit(trace: Trace, comparison: Comparison) -> str:

@@ -28,7 +28,7 @@ from optpipe.errors import DeadlockError, OrderError
 from optpipe.kinds import KINDS
 from optpipe.ops import Op
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, idle_times_us
 from optpipe.trace.document import Trace
 
 
@@ -207,12 +207,19 @@ def _devices(trace: Trace, planned: Spans, measured: Spans, spans: Spans) -> Ite
             schedule_peak_bytes=plan.peak_bytes,
             planned_peak_bytes=device.planned_peak_bytes,
             peak_bytes=device.peak_bytes,
+            idle_us=_idle_us([spans[op] for op in plan.compute.ops], spans, step_us),
             collectives_us=sum(action.duration_us for action in collectives),
             exposed_collectives_us=sum(
                 action.duration_us - max(0.0, min(action.end_us, end_us) - max(action.start_us, begin_us))
                 for action in collectives
             ),
         )
+
+
+def _idle_us(ops: Sequence[Span], spans: Spans, step_us: float) -> tuple[float, float, float]:
+    first_us = min((span.start_us for span in spans.values()), default=0.0)
+    start_us, end_us = np.array(ops, np.float64).reshape(-1, 2).T
+    return idle_times_us(start_us, end_us, (first_us, first_us + step_us))
 
 
 def _hidden(spans: Spans, moved: Iterable[Op], concurrent: Iterable[Op]) -> float | None:
@@ -321,6 +328,7 @@ class DeviceFigures:
     `schedule_peak_bytes` is the schedule's figure, the other two are the trace's. `collectives_us`: time in gathers of
     parameters and reductions of gradients, which no plan has: it is in the measured bubble, but for
     `exposed_collectives_us`, which lie before the first op of the step or behind its last one and make it longer.
+    `idle_us`: time in which it does not compute, before its first op of the step, between its ops, and after its last.
     """
 
     planned_bubble: float
@@ -334,6 +342,7 @@ class DeviceFigures:
     peak_bytes: int
     collectives_us: float = 0.0
     exposed_collectives_us: float = 0.0
+    idle_us: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def expected_peak_bytes(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -43,72 +43,50 @@ class Held(NamedTuple):
 Row = TypeVar("Row", Timed, Held)
 
 
-def _columns(of: type[Row], rows: Sequence[Row]) -> dict[str, Any]:
-    """Columns of rows by name: those of the action, and those of what was recorded of it."""
-    kind, stage, microbatch = map(list, zip(*(row.key for row in rows), strict=True)) if rows else ([], [], [])
-    recorded = {name: [getattr(row, name) for row in rows] for name in of._fields[1:]}
-    return {"kind": kind, "stage": stage, "microbatch": microbatch, **recorded}
+class _Columns(Document, Generic[Row]):
+    """Rows by column, one entry an action in each list, in the order in which they ran."""
 
-
-def _rows(of: type[Row], columns: RecordedStep | RecordedMemory) -> Iterator[Row]:
-    keys = map(Op, columns.kind, columns.stage, columns.microbatch)
-    return map(of, keys, *(getattr(columns, name) for name in of._fields[1:]))
-
-
-class RecordedStep(Document):
-    """Times of the actions of one step, one entry an action in each list, in the order in which they ran."""
-
+    row: ClassVar[type[Any]]
     kind: list[Kind]
     stage: list[Index]
     microbatch: list[Index]
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        lengths = {name: len(getattr(self, name)) for name in type(self).model_fields}
+        if len(set(lengths.values())) > 1:
+            raise reject("wrong_length", f"has lists of different lengths: {lengths}")
+        return self
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Self:
+        """Columns of the rows: those of the action, and those of what was recorded of it."""
+        kind, stage, microbatch = map(list, zip(*(row.key for row in rows), strict=True)) if rows else ([], [], [])
+        recorded = {name: [getattr(row, name) for row in rows] for name in cls.row._fields[1:]}
+        return cls(**{"kind": kind, "stage": stage, "microbatch": microbatch, **recorded})
+
+    def rows(self) -> Iterator[Row]:
+        """One row an action."""
+        keys = map(Op, self.kind, self.stage, self.microbatch)
+        return map(self.row, keys, *(getattr(self, name) for name in self.row._fields[1:]))
+
+
+class RecordedStep(_Columns[Timed]):
+    """Times of the actions of one step."""
+
+    row = Timed
     turn_ns: list[int]
     start_ns: list[int]
     end_ns: list[int]
 
-    @model_validator(mode="after")
-    def _same_length(self) -> Self:
-        _check_lengths(self)
-        return self
 
-    @classmethod
-    def of(cls, rows: Sequence[Timed]) -> Self:
-        """Columns of the rows."""
-        return cls(**_columns(Timed, rows))
+class RecordedMemory(_Columns[Held]):
+    """Memory of the actions of one step."""
 
-    def rows(self) -> Iterator[Timed]:
-        """One row an action."""
-        return _rows(Timed, self)
-
-
-class RecordedMemory(Document):
-    """Memory of the actions of one step, one entry an action in each list, in the order in which they ran."""
-
-    kind: list[Kind]
-    stage: list[Index]
-    microbatch: list[Index]
+    row = Held
     before_bytes: list[Bytes]
     peak_bytes: list[Bytes]
     after_bytes: list[Bytes]
-
-    @model_validator(mode="after")
-    def _same_length(self) -> Self:
-        _check_lengths(self)
-        return self
-
-    @classmethod
-    def of(cls, rows: Sequence[Held]) -> Self:
-        """Columns of the rows."""
-        return cls(**_columns(Held, rows))
-
-    def rows(self) -> Iterator[Held]:
-        """One row an action."""
-        return _rows(Held, self)
-
-
-def _check_lengths(columns: RecordedStep | RecordedMemory) -> None:
-    lengths = {name: len(getattr(columns, name)) for name in type(columns).model_fields}
-    if len(set(lengths.values())) > 1:
-        raise reject("wrong_length", f"has lists of different lengths: {lengths}")
 
 
 class RecordedStage(Document):
