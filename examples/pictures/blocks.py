@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from examples.pictures.pipelines import MS, V_SHAPED, pipeline
-from optpipe.plot.gantt import schedule_panel
+from examples.pictures.sheet import Strip, sheet
 from optpipe.plot.panel import Panel
 from optpipe.problem import Problem
+from optpipe.simulate import simulate
 from solver.solve import solve
 
 MICROBATCHES, BLOCK_MS = 10, 2.4
@@ -23,8 +26,12 @@ def along_a_v() -> Problem:
 
 
 def blocks() -> Panel:
-    """Draw DualPipeV with each forward of a block above its backward."""
-    return schedule_panel(solve(along_a_v(), "dualpipe-v"))
+    """Draw DualPipeV one op after the other, and with each forward of a block above its backward."""
+    problem = along_a_v()
+    orders = solve(problem, "dualpipe-v").orders
+    joined, apart = simulate(problem, orders), simulate(problem, replace(orders, blocks={}))
+    strips = (("One after the other", apart), ("In blocks", joined))
+    return sheet([Strip(f"{words}: {timed.value_us / MS:g} ms", timed, memory=(0,)) for words, timed in strips])[0]
 
 
 PICTURES = {"blocks": blocks}

@@ -11,7 +11,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
 from examples.pictures.memory import draw_memory, highest_bytes
-from optpipe.kinds import KINDS, STREAM_OF_KIND
+from optpipe.kinds import COPIES, KINDS, STREAM_OF_KIND, codes
 from optpipe.plot.legend import draw_legend_row
 from optpipe.plot.panel import (
     GUTTER_INCHES,
@@ -117,10 +117,14 @@ def _streams(timed: Simulation, device: int) -> list[int]:
 
 
 def _boxes(strip: Strip, rows: Rows) -> list[Box]:
-    boxes, timed = [], strip.timed
-    for op, device, start_us, end_us in zip(timed.ops, timed.device, timed.start_us, timed.end_us, strict=True):
+    boxes, timed, joined = [], strip.timed, _joined(strip.timed)
+    for k, (op, device, start_us, end_us) in enumerate(
+        zip(timed.ops, timed.device, timed.start_us, timed.end_us, strict=True)
+    ):
         lane = rows.lanes.get((int(device), STREAM_OF_KIND[KINDS.index(op.kind)]))
         if lane:
+            if k in joined:
+                lane = Lane(lane.top if op.kind == "F" else lane.middle, lane.height / 2)
             problem = timed.problem
             stages = problem.stages_of[device]
             shade = stages.index(op.stage), len(stages)
@@ -130,6 +134,15 @@ def _boxes(strip: Strip, rows: Rows) -> list[Box]:
             label = problem.unit_name(op.microbatch)
             boxes.append(Box(float(start_us), float(end_us), op, lane, colour, label))
     return boxes
+
+
+def _joined(timed: Simulation) -> set[int]:
+    """Indices of the ops of blocks: on one device, ops that take time run at once in them alone."""
+    lasts = timed.end_us > timed.start_us
+    at_once = (timed.start_us[1:] == timed.start_us[:-1]) & lasts[1:] & lasts[:-1]
+    at_once &= (timed.device[1:] == timed.device[:-1]) & ~np.isin(timed.ops.kind[1:], codes(COPIES))
+    firsts = np.flatnonzero(at_once)
+    return {*firsts.tolist(), *(firsts + 1).tolist()}
 
 
 def _draw_idle(panel: Panel, timed: Simulation, rows: Rows) -> None:
