@@ -24,6 +24,9 @@ MAX_PROFILE_BYTES = 2**20
 MAX_LAYERS = 2000
 """Most layers, repeated ones counted one by one."""
 
+ROUNDING = 1e-9
+"""Share by which a sum of rounded times may exceed their whole."""
+
 Rate = Annotated[int | float, Field(gt=0, le=1e9)]
 """Bytes per microsecond, that is MB/s; at most 1e9 (1000 TB/s)."""
 
@@ -64,6 +67,20 @@ class LayerAttention(Document):
     backward_weight_slice_us: TimeUs = 0
 
 
+FourTimes = Annotated[list[TimeUs], Field(min_length=4, max_length=4)]
+
+
+class LayerParts(Document):
+    """Parts of a layer with experts: times of attention, dispatch, experts and combine, in F and in B and W together.
+
+    Dispatch and combine are exchanges, behind which the device computes nothing. In a block of a forward and a backward
+    (`Problem.overlaps`) each may hide behind a part of the other pass.
+    """
+
+    forward_us: FourTimes
+    backward_us: FourTimes
+
+
 class Layer(Document):
     """A layer, or `repeat` equal ones in a row.
 
@@ -72,7 +89,8 @@ class Layer(Document):
     gradients and the optimizer's state. `output_bytes` crosses to the next layer's device, and back as a gradient.
     `fixed_us` is the part of each of the three times that does not grow with the microbatch. `recomputation`: what it
     keeps if it is recomputed by itself; None where it is no block that the runtime runs again (embedding, head).
-    `attention`: what of its costs is causal attention; None: its times grow with the tokens.
+    `attention`: what of its costs is causal attention; None: its times grow with the tokens. `parts`: what of it may
+    hide in blocks; None: nothing.
     """
 
     name: str = Field(default="", max_length=200)
@@ -89,9 +107,23 @@ class Layer(Document):
     output_bytes: Bytes = 0
     recomputation: LayerRecomputation | None = None
     attention: LayerAttention | None = None
+    parts: LayerParts | None = None
+
+    @property
+    def backward_us(self) -> float:
+        """Time of B and W."""
+        return self.backward_input_us + self.backward_weight_us
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
+        for name in ("forward_us", "backward_us") if self.parts else ():
+            parts_us, whole_us = sum(getattr(self.parts, name)), getattr(self, name)
+            if parts_us > whole_us * (1 + ROUNDING):
+                raise reject(
+                    "parts_too_large",
+                    f"has parts.{name} of {parts_us} in all, but its {name.split('_')[0]} takes {whole_us}. Maybe the "
+                    "parts are of several layers",
+                )
         for name in ("forward_us", "backward_input_us", "backward_weight_us") if self.attention else ():
             part_us, whole_us = getattr(self.attention, name), getattr(self, name)
             if part_us > whole_us - min(self.fixed_us, whole_us):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from optpipe.errors import InputError, Issue
@@ -150,6 +150,8 @@ def build_problem(
     }
     if len(slices) > 1:
         data |= _in_slices(profile, stages, scale, slices, data)
+    elif overlaps := _overlaps(stages, layout.placement, scale, data["stages"]):
+        data["overlaps"] = overlaps
     if factors:
         data |= {"microbatch_factors": list(factors), "microbatch_order": "free"}
     if profile.copies:
@@ -158,6 +160,49 @@ def build_problem(
             "host_memory_bytes": profile.copies.host_memory_bytes,
         }
     return Problem.from_data(data)
+
+
+def parts_us(layer: Layer, scale: float) -> tuple[list[float], list[float]]:
+    """Times of attention, dispatch, experts and combine of a layer, in F and in the backward; 0 where it has no parts.
+
+    In a larger microbatch they grow as its passes do.
+    """
+    if layer.parts is None:
+        return [0.0] * 4, [0.0] * 4
+    backward_us = sum(scaled_us(layer, own_us, scale) for own_us in (layer.backward_input_us, layer.backward_weight_us))
+    forward = scaled_us(layer, layer.forward_us, scale) / layer.forward_us if layer.forward_us else 0.0
+    backward = backward_us / layer.backward_us if layer.backward_us else 0.0
+    return [us * forward for us in layer.parts.forward_us], [us * backward for us in layer.parts.backward_us]
+
+
+def _overlaps(
+    stages: Sequence[Sequence[Layer]], placement: Sequence[int], scale: float, costs: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Blocks that are shorter than their two passes, with their times (field `overlaps` of a problem).
+
+    The first layer with parts of the forward runs with the last one of the backward, and so on. Attention of one pass
+    runs while the other combines, experts while it dispatches: of each such pair the longer counts (MindSpeed's order,
+    and that of `overlap_moe_expert_parallel_comm` in Megatron-LM). All else runs by itself.
+    """
+    parts = [[parts_us(layer, scale) for layer in layers if layer.parts] for layers in stages]
+    overlaps = []
+    for f, b in product(range(len(stages)), repeat=2):
+        if placement[f] != placement[b]:
+            continue
+        saved_us = sum(
+            min(mine, others)
+            for (forward, _), (_, backward) in zip(parts[f], reversed(parts[b]), strict=False)
+            for mine, others in zip(forward, (backward[k] for k in HIDDEN_BY), strict=True)
+        )
+        forward_us, backward_us = costs[f]["forward_us"], costs[b]["backward_input_us"] + costs[b]["backward_weight_us"]
+        if saved_us > 0:
+            us = max(forward_us, backward_us, forward_us + backward_us - saved_us)
+            overlaps.append({"forward_stage": f, "backward_stage": b, "us": us})
+    return overlaps
+
+
+HIDDEN_BY = (3, 2, 1, 0)
+"""Parts of a backward that run while attention, dispatch, experts and combine of a forward do."""
 
 
 def _stage(profile: LayerProfile, layers: Sequence[Layer], scale: float, offload: bool) -> dict[str, object]:

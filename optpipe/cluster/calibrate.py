@@ -150,12 +150,12 @@ def calibrate(machine: Machine, rows: Sequence[Row], source: str = "", *, leave_
     if len(measured) < occurring:
         detail = f"has {len(measured)} rows of {machine.name} with a time, but {occurring} kinds of work occur in them."
         raise InputError([Issue("", "too_few_rows", f"{detail} Maybe measure more layouts.")])
-    fitted = _fit_all(machine, measured, works)
+    fitted, works = _fit_all(machine, measured, works)
     unseen = _unseen_models(machine, measured) if leave_out else {}
     entries = []
     for (software, precision), slowdowns in fitted.items():
         mine = [row for row in measured if _belongs(row, software, precision)]
-        errors = np.abs([_error(row, works, _slowdowns_of(fitted, row)) for row in mine])
+        errors = np.abs([_error(row, works[row.name], _slowdowns_of(fitted, row)) for row in mine])
         if not software and np.median(errors) > MOST_ERROR:
             detail = (
                 f"has {len(mine)} rows in {precision}, half of which are more than {np.median(errors):.0%} from any fit"
@@ -186,9 +186,9 @@ def _belongs(row: Row, software: str, precision: Precision) -> bool:
     return mine and row.strategy.precision == precision
 
 
-def _error(row: Row, works: Mapping[str, Work], slowdowns: Work) -> float:
+def _error(row: Row, work: Work, slowdowns: Work) -> float:
     assert row.seconds is not None, "only measured rows have errors"
-    return float(works[row.name] @ slowdowns) / row.seconds - 1
+    return float(work @ slowdowns) / row.seconds - 1
 
 
 def _slowdowns_of(fitted: Mapping[Key, Work], row: Row) -> Work:
@@ -201,7 +201,20 @@ def _slowdowns_of(fitted: Mapping[Key, Work], row: Row) -> Work:
     return next(iter(fitted.values()))
 
 
-def _fit_all(machine: Machine, rows: Sequence[Row], works: Mapping[str, Work]) -> dict[Key, Work]:
+def _fit_all(
+    machine: Machine, rows: Sequence[Row], works: Mapping[str, Work]
+) -> tuple[dict[Key, Work], dict[str, Work]]:
+    """Slowdowns by software and precision, and the works of the rows by which they were fitted.
+
+    Which device is the busiest, and what of a block is hidden, follows from slowdowns: so a first fit, of `works`, says
+    which work is on the critical path.
+    """
+    first = _fit_works(machine, rows, works)
+    again = {row.name: work_of(machine, row, _slowdowns_of(first, row)) for row in rows}
+    return _fit_works(machine, rows, again), again
+
+
+def _fit_works(machine: Machine, rows: Sequence[Row], works: Mapping[str, Work]) -> dict[Key, Work]:
     """Slowdowns by software and precision: each fit is drawn towards the one that is more general."""
     fitted: dict[Key, Work] = {}
 
@@ -239,8 +252,10 @@ def _unseen_models(machine: Machine, rows: Sequence[Row]) -> dict[str, float]:
     for model in sorted({row.model.name for row in rows}):
         others = [row for row in rows if row.model.name != model]
         if others:
-            fitted = _fit_all(machine, others, works)
-            errors |= {r.name: _error(r, works, _slowdowns_of(fitted, r)) for r in rows if r.model.name == model}
+            fitted, _ = _fit_all(machine, others, works)
+            for row in (row for row in rows if row.model.name == model):
+                slowdowns = _slowdowns_of(fitted, row)
+                errors[row.name] = _error(row, work_of(machine, row, slowdowns), slowdowns)
     return errors
 
 
@@ -255,6 +270,7 @@ def fit(works: NDArray[np.float64], seconds: NDArray[np.float64], prior: Work, s
     for _ in range(ROUNDS):
         left = np.vstack([shares * weights[:, None], draw])
         found = lsq_linear(left, np.concatenate([weights, draw @ prior]), bounds=(LEAST, np.inf), method="bvls").x
+        found = np.maximum(found, LEAST)  # rounded results may be below
         error = np.abs(shares @ found - 1)
         weights = np.sqrt(OUTLIER / np.maximum(error, OUTLIER))
     return found

@@ -57,6 +57,11 @@ class Passes(NamedTuple):
     backward_weight: Work
 
     @property
+    def backward(self) -> Work:
+        """Both of the backward."""
+        return self.backward_input + self.backward_weight
+
+    @property
     def total(self) -> Work:
         """All three."""
         return self.forward + self.backward_input + self.backward_weight
@@ -71,6 +76,24 @@ class Passes(NamedTuple):
         return Passes(*(factor * work for work in self))
 
 
+class LayerWork(NamedTuple):
+    """Work of a layer in the four parts whose exchanges hide behind the compute of another microbatch.
+
+    Dispatch and combine take `exchange` each, in F and again in B. Dense layers have none, and no `experts`.
+    """
+
+    attention: Passes
+    exchange: Work
+    experts: Passes
+    """Routed experts. All else, shared experts among it, runs with attention, as in Megatron-LM."""
+
+    @property
+    def passes(self) -> Passes:
+        """All parts, pass by pass."""
+        moved = 2 * self.exchange
+        return self.attention + self.experts + Passes(moved, moved, work())
+
+
 def work(**parts: float) -> Work:
     """Work of the named kinds, and none of the others."""
     result = np.zeros(len(FEATURES))
@@ -83,19 +106,41 @@ def work(**parts: float) -> Work:
 class Parts:
     """Work of the parts of a model for a microbatch, by pass.
 
-    `layers` has the shape (kinds, 3, features), `first` and `last` (3, features).
+    `layers` has the shape (kinds, 3, features), `first` and `last` (3, features). `computes` are attention and experts
+    of each kind of layer in F and in the whole backward, (kinds, 4, features); `exchanges` (kinds, features).
     """
 
     layers: NDArray[np.float64]
     first: NDArray[np.float64]
     last: NDArray[np.float64]
+    computes: NDArray[np.float64]
+    exchanges: NDArray[np.float64]
 
     @classmethod
     def of(cls, costs: CostModel) -> Parts:
         """The parts of a model under a strategy."""
         first, last = costs.ends()
         layers = [costs.layer(layer) for layer in costs.model.distinct_layers]
-        return cls(np.array(layers), np.array(first), np.array(last))
+        computes = [
+            [done for part in (one.attention, one.experts) for done in (part.forward, part.backward)] for one in layers
+        ]
+        return cls(
+            np.array([one.passes for one in layers]),
+            np.array(first),
+            np.array(last),
+            np.array(computes),
+            np.array([one.exchange for one in layers]),
+        )
+
+    def hidden(self, slowdowns: Work) -> NDArray[np.float64]:
+        """Work that F and backward of each kind of layer save as one block: shape (kinds, features).
+
+        Of each pair the longer part counts: attention of one pass and combine of the other, experts and dispatch
+        (order of MindSpeed, and of `overlap_moe_expert_parallel_comm` in Megatron-LM).
+        """
+        moved = np.broadcast_to(self.exchanges[:, None], self.computes.shape)
+        is_longer = self.computes @ slowdowns >= moved @ slowdowns
+        return np.asarray(np.where(is_longer[..., None], moved, self.computes).sum(1))
 
 
 class CostModels:
@@ -137,7 +182,7 @@ class CostModel:
         """Bytes a second between `ranks` neighbours."""
         return self.machine.bytes_per_s(ranks)
 
-    def layer(self, layer: Layer) -> Passes:
+    def layer(self, layer: Layer) -> LayerWork:
         """Work of a decoder layer, with what the strategy recomputes in B."""
         return _layer(self, layer)
 
@@ -170,7 +215,7 @@ class CostModel:
         """Work in front of the first layer, and behind the last one: head, loss and prediction of further tokens."""
         last, predicted = self.head(), self.model.predicted_tokens
         if predicted:
-            last += (self.layer(self.model.layers[-1]) + self.head()).times(predicted)
+            last += (self.layer(self.model.layers[-1]).passes + self.head()).times(predicted)
         return self.embedding(), last
 
     @cached_property
@@ -190,15 +235,22 @@ class CostModel:
         devices[0 if one.is_v_shaped else -1] += parts.last
         return np.asarray(devices)
 
+    def hidden(self, slowdowns: Work) -> NDArray[np.float64]:
+        """Work that blocks save on each device, where all passes of a microbatch are in blocks: shape (p, features)."""
+        saved = self.parts.hidden(slowdowns) if self.strategy.overlap == "yes" else np.zeros_like(self.parts.exchanges)
+        return np.asarray(np.tensordot(layers_on_devices(self.strategy, self.model), saved, 1))
+
     def step(self, global_batch: int, slowdowns: Work) -> Work:
         """Work of a step on its critical path: the busiest device's microbatches, warm-up and cool-down, messages,
-        gradients and optimizer. `slowdowns` only say which device is the busiest."""
-        one, devices = self.strategy, self.devices()
+        gradients and optimizer. `slowdowns` only say which device is the busiest, and what of a block is hidden."""
+        one, devices, hidden = self.strategy, self.devices(), self.hidden(slowdowns)
         m, p, v = one.microbatches(global_batch), one.pipeline, one.virtual
         totals = devices.sum(1)
-        busiest = int(np.argmax(totals @ slowdowns))
+        busiest = int(np.argmax((totals - hidden) @ slowdowns))
         ramp = np.array(BUBBLES.get(one.schedule, _interleaved)(v)) @ (devices.sum(0) - devices[busiest])
-        result = m * totals[busiest] + ramp
+        result = m * totals[busiest] - one.blocks(m) / v * hidden[busiest] + ramp
+        if one.schedule == "dualpipe-v":  # its warm-up and cool-down have blocks
+            result -= (hidden.sum(0) - hidden[busiest]) / 2
         if p > 1:
             sent = self.tokens * self.model.hidden * BF16_BYTES / one.tensor
             apart = one.gpus // p  # ranks between neighbours of the pipeline
@@ -233,7 +285,7 @@ class CostModel:
         return dense / (one.tensor * one.pipeline), expert / (one.expert * one.expert_tensor * one.pipeline)
 
 
-def _layer(costs: CostModel, layer: Layer) -> Passes:
+def _layer(costs: CostModel, layer: Layer) -> LayerWork:
     one, machine = costs.strategy, costs.machine
     attention, feed_forward, h = layer.attention, layer.feed_forward, costs.model.hidden
     n, s, tensor = costs.tokens, costs.sequence, one.tensor
@@ -254,55 +306,50 @@ def _layer(costs: CostModel, layer: Layer) -> Passes:
     heads = attention.heads * (attention.query_key_width + attention.value_width)
     heads += 2 * attention.key_value_heads * attention.query_key_width if not attention.latent_width else 0
     accessed = alike * NORM_ACCESSES * h + n / tensor * (INNER_ACCESSES * widths + 2 * heads)
-    accessed += routed * (INNER_ACCESSES * feed_forward.width + 2 * h if feed_forward.experts else 0)
-    weights = (attention.products + feed_forward.products) / tensor + local * feed_forward.expert_products
     read = accessed * BF16_BYTES / memory
+    of_experts = routed * (INNER_ACCESSES * feed_forward.width + 2 * h if feed_forward.experts else 0)
+    read_by_experts = of_experts * BF16_BYTES / memory
 
     transfers = 4 if not feed_forward.experts else 2
     tensor_s = costs._tensor_s(transfers)
-    expert_s = _expert_s(costs, routed, feed_forward.chosen) if feed_forward.experts else 0.0
+    exchange_s = _exchange_s(costs, routed, feed_forward.chosen) if feed_forward.experts else 0.0
     context_s = 0.0
     if one.context > 1:
         width = attention.latent_width or 2 * attention.key_value_heads * attention.value_width
         hops = (one.context - 1) * n * width * BF16_BYTES
         context_s = hops / (tensor if not attention.latent_width else 1) / costs._rate(tensor * one.context)
-    forward = work(
-        products=products,
-        attention=scores,
-        experts=experts,
-        memory=read,
-        tensor=tensor_s,
-        expert=expert_s,
-        context=context_s,
-        launch=1 + (feed_forward.experts > 0),
-    )
-    again = forward if one.recompute == "full" else work()
-    if one.recompute == "selective":
+    forward = work(products=products, attention=scores, memory=read, tensor=tensor_s, context=context_s, launch=1)
+    exchange = work(expert=exchange_s)
+    by_experts = work(experts=experts, memory=read_by_experts, launch=feed_forward.experts > 0)
+    again, again_by_experts = work(), work()
+    if one.recompute == "full":
+        again, again_by_experts = forward + 2 * exchange, by_experts
+    elif one.recompute == "selective":
         again = work(attention=scores)
-    backward = work(
-        products=products,
-        attention=2 * scores,
-        experts=experts,
-        memory=2 * read,
-        tensor=tensor_s,
-        expert=expert_s,
-        context=2 * context_s,
-        launch=1 + (feed_forward.experts > 0),
+    twice = work(attention=scores, memory=read, context=context_s)
+    added_s = 2 * GRADIENT_BYTES / memory  # a gradient is read, added to and written
+    added = (attention.products + feed_forward.products) / tensor * added_s
+    added_by_experts = local * feed_forward.expert_products * added_s
+    weight = work(products=products, memory=added, tensor=tensor_s / 2, launch=1)
+    return LayerWork(
+        Passes(forward, forward + twice + again, weight),
+        exchange,
+        Passes(
+            by_experts,
+            by_experts + work(memory=read_by_experts) + again_by_experts,
+            work(experts=experts, memory=added_by_experts),
+        ),
     )
-    gathered = tensor_s / 2
-    added = weights * 2 * GRADIENT_BYTES / memory  # a gradient is read, added to and written
-    weight = work(products=products, experts=experts, memory=added, tensor=gathered, launch=1)
-    return Passes(forward, backward + again, weight)
 
 
-def _expert_s(costs: CostModel, routed: float, chosen: int) -> float:
-    """Seconds of dispatch and combine of a pass. Between nodes a token is sent once to each node that needs it."""
+def _exchange_s(costs: CostModel, routed: float, chosen: int) -> float:
+    """Seconds of dispatch, or of combine. Between nodes a token is sent once to each node that needs it."""
     one, machine = costs.strategy, costs.machine
     if one.expert == 1:
         return 0.0
     node = min(one.expert, machine.gpus_per_node)
     nodes = one.expert / node
-    size = 2 * routed * costs.model.hidden * BF16_BYTES
+    size = routed * costs.model.hidden * BF16_BYTES
     seconds = size * (node - 1) / node / machine.link_bytes_per_s
     if nodes > 1:
         seconds += size * min(1.0, nodes / chosen) * (nodes - 1) / nodes / machine.bytes_per_s(one.expert)
@@ -320,6 +367,8 @@ BUBBLES: Mapping[str, Callable[[int], tuple[float, float, float]]] = {
     "zb-v": lambda _: (0, 0, 0),
     "v-half": lambda _: (0.5, 0.5, 0),
     "v-min": lambda _: (1, 1, -0.5),
+    "dualpipe-v": lambda _: (0.5, 1, -0.5),
 }
 """Warm-up and cool-down of a schedule: how many F, B and W of the other devices the busiest waits for (Zero Bubble,
-table 2; Controllable Memory, table 2). Others are 1F1B, or interleaved by the number of virtual stages."""
+table 2; Controllable Memory, table 2; the formula of DualPipeV's open source, less what its blocks hide). Others are
+1F1B, or interleaved by the number of virtual stages."""

@@ -108,7 +108,8 @@ class _Builder:
         )
 
     def _decoder(self, layer: ModelLayer, count: int) -> Layer:
-        passes = self.costs.layer(layer)
+        work = self.costs.layer(layer)
+        passes = work.passes
         held = self.memory.layer(layer)
         operands = min(held, self.memory.weight_operands(layer))
         dense, expert = self.memory.parameters(layer)
@@ -124,6 +125,14 @@ class _Builder:
         }
         if one.recompute == "none":
             own["attention"] = attention
+        if one.overlap == "yes" and layer.feed_forward.experts:
+            own["parts"] = {
+                name: [self._us(done) for done in (first, work.exchange, second, work.exchange)]
+                for name, first, second in (
+                    ("forward_us", work.attention.forward, work.experts.forward),
+                    ("backward_us", work.attention.backward, work.experts.backward),
+                )
+            }
         workspace = self.memory.backward(layer)
         return self._layer("decoder layer", count, passes, held, operands, dense, expert, workspace, **own)
 

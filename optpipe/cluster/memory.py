@@ -184,6 +184,8 @@ class MemoryModel:
         if one.sharding != "none":
             optimizer = OPTIMIZER_BYTES * (dense / share + expert / expert_share)
         kept = float(counts @ kinds.kept) * self.in_flight(device)
+        if one.overlap == "yes":  # layer by layer, F of a block makes what its backward then frees
+            kept += float(kinds.kept[here].max(initial=0))
         elements = 0.0
         if last or spread:
             divided = (one.tensor if self.software.logits_divided else 1) * (one.pipeline if spread else 1)
@@ -207,6 +209,7 @@ IN_FLIGHT: Mapping[str, tuple[float, float]] = {
     "zb-v": (1, 0),
     "v-half": (1 / 2, 1),
     "v-min": (1 / 3, 2),
+    "dualpipe-v": (1, 1 / 2),
 }
 """Microbatches in flight on each device of schedules other than 1F1B: so many a device of the pipeline, and so many
-more (Zero Bubble, table 2; Controllable Memory, table 1)."""
+more (Zero Bubble, table 2; Controllable Memory, table 1; DualPipeV holds 2p + 1 chunks)."""

@@ -38,6 +38,8 @@ ASSUMED_HEAD_WIDTH = 128
 VARIANT = re.compile(r"\b(?:kernels|container|method) ([^;]+)")
 """Words in the notes of a row that tell apart the software of one group."""
 WITHOUT_PREDICTION = re.compile(r"\b(w/o|without|no) MTP\b")
+OVERLAPPED = re.compile(r"\bep\b")
+"""Exchanges of experts among what a row says to be overlapped."""
 SPREAD: Mapping[str, Vocabulary] = {
     "vocab-1": "spread",
     "vocab-2": "spread",
@@ -172,6 +174,7 @@ def _row(name: str, cells: Mapping[str, str], models: Mapping[str, Mapping[str, 
         precision=_precision(cells.get("precision", "")),
         sharding=_sharding(cells),
         recompute=_recompute(cells.get("recompute", "")),
+        overlap="yes" if expert > 1 and OVERLAPPED.search(cells.get("overlap", "")) else "no",
         sequence_parallel=_sequence_parallel(cells),
         vocabulary=SPREAD.get(variant, "ends"),
         schedule=SCHEDULES.get(schedule, schedule) or ("1f1b" if virtual == 1 else "interleaved-1f1b"),

@@ -17,7 +17,7 @@ class Software:
     activation function is computed again in B. `loss_bytes`: what the loss makes of a logit; logits are divided by
     tensor parallelism unless `logits_divided` is False. `reserved`: memory that the allocator reserves over what is
     allocated. `context_bytes`: taken by the driver, communicators and libraries. `recipes_recompute`: its published
-    layouts recompute where they must, without saying so.
+    layouts recompute where they must, without saying so. `with_blocks`: schedules in which it runs blocks.
     """
 
     sequence_parallel: bool = True
@@ -30,6 +30,7 @@ class Software:
     reserved: float = 1.05
     context_bytes: int = 2 * GIB
     recipes_recompute: bool = False
+    with_blocks: tuple[str, ...] = ("1f1b", "interleaved-1f1b")
 
     def usable_bytes(self, memory_bytes: int) -> int:
         """Memory of a device without what driver, communicators and the allocator's fragments take."""
@@ -60,6 +61,7 @@ SOFTWARE: Mapping[str, Software] = {
     "nvidia-nemo": _RECIPES,
     "nvidia-automodel": _RECIPES,
     "moe-modelzoo": _RECIPES,
+    "torchtitan": Software(with_blocks=("dualpipe-v",)),
 }
 """By group of measured rows, and by kernels behind a ``/``. What Aleph Alpha's trainer keeps was chosen so that most of
 the 216 layouts that ran fit, and most of the 376 that ran out of memory do not (`docs/accuracy.md`)."""

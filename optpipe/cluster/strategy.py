@@ -24,6 +24,9 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp8", "fp4"]
 """Type of the operands of matrix products; attention, head and router are computed in 16 bits."""
 
+Overlap = Literal["no", "yes"]
+"""Exchanges of experts wait, or hide behind compute of another microbatch: F and backward run as blocks."""
+
 Vocabulary = Literal["ends", "spread", "balanced"]
 """Place of embedding and head: first and last stage, divided among all devices of the pipeline (Vocabulary Parallelism,
 2411.05288), or on their stages with as many layers less as make all equal."""
@@ -51,6 +54,7 @@ class Strategy:
     sharding: Sharding = "optimizer"
     recompute: Recompute = "none"
     schedule: str = "1f1b"
+    overlap: Overlap = "no"
     vocabulary: Vocabulary = "ends"
     sequence_parallel: bool = True
     """Norms and residuals divide the tokens where tensor parallelism divides the rest (2205.05198, section 4.2.2)."""
@@ -87,6 +91,14 @@ class Strategy:
     def microbatches(self, global_batch: int) -> int:
         """Microbatches of a step in each replica."""
         return global_batch // (self.data * self.microbatch_size)
+
+    def blocks(self, microbatches: int) -> int:
+        """Blocks of F and backward on the path through the last device of the pipeline, in passes of a stage.
+
+        Megatron-LM's warm-up has a forward more, so that the two ops of a block are of different microbatches.
+        """
+        apart = 2 * self.pipeline if self.is_v_shaped else (self.virtual - 1) * self.pipeline
+        return max(0, microbatches * self.virtual - apart - 1) if self.overlap == "yes" else 0
 
     def layers_of_stages(self, model: Model) -> tuple[int, ...]:
         """Number of decoder layers of each stage."""
@@ -160,6 +172,11 @@ def _faults(
         detail = f"is {one.expert}: pp x ep x etp = {needed:,} must divide the {gpus:,} GPUs."
         fit = gpus // (one.pipeline * one.expert_tensor)
         yield Issue("ep", "too_large", detail + (f" Maybe {_nearest(one.expert, fit, experts)}." if fit else ""))
+    if one.overlap == "yes" and one.expert == 1:
+        yield Issue("overlap", "meaningless", "is yes but ep is 1: no exchange of experts is to be hidden. Maybe no.")
+    if one.overlap == "yes" and one.recompute == "full":
+        detail = "is yes but all layers are recomputed, within which trainers run no blocks. Maybe --recompute none."
+        yield Issue("overlap", "cannot_run", detail)
     if global_batch % (one.data * one.microbatch_size):
         each = one.data * one.microbatch_size
         near = max(1, round(global_batch / each)) * each

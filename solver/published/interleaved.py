@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, product
+from itertools import accumulate, product, zip_longest
 
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
@@ -16,6 +16,10 @@ def interleaved_1f1b(problem: Problem) -> Orders:
     backwards take the chunks in reverse. The backwards follow the forwards at a distance of v - 1 chunks of a group and
     two more ops for each device that follows.
 
+    Where a problem has `overlaps`, each forward behind the warm-up runs as a block with the backward that follows. The
+    warm-up then has a forward more, so that both are of different microbatches (`overlap_moe_expert_parallel_comm` of
+    Megatron-LM).
+
     There are as many groups as p goes into the microbatches, at least one, of the same size: those of torch's
     `ScheduleInterleaved1F1B`, and of Megatron-LM where its group size is theirs. Both refuse numbers of microbatches
     for which there are no such groups; here the first ones then have a microbatch more.
@@ -24,17 +28,17 @@ def interleaved_1f1b(problem: Problem) -> Orders:
     p, m = len(problem.devices), problem.units
     rounds = max(1, m // p)
     sizes = [m // rounds + (g < m % rounds) for g in range(rounds)]
-    return Orders.of_compute(_device_order(device, p, chunks, sizes) for device in range(p))
-
-
-def _device_order(device: int, p: int, chunks: int, sizes: list[int]) -> list[Op]:
-    forwards = _passes("F", [chunk * p + device for chunk in range(chunks)], sizes)
-    backwards = _passes("BW", [chunk * p + device for chunk in reversed(range(chunks))], sizes)
-    warm_up = min((chunks - 1) * sizes[0] + 2 * (p - 1 - device), len(forwards))
-    order = forwards[:warm_up]
-    for k, backward in enumerate(backwards):
-        order += [*forwards[warm_up + k : warm_up + k + 1], backward]
-    return order
+    devices, blocks = [], {}
+    for device in range(p):
+        forwards = _passes("F", [chunk * p + device for chunk in range(chunks)], sizes)
+        backwards = _passes("BW", [chunk * p + device for chunk in reversed(range(chunks))], sizes)
+        warm_up = min((chunks - 1) * sizes[0] + 2 * (p - 1 - device) + bool(problem.overlaps), len(forwards))
+        devices.append(forwards[:warm_up])
+        for forward, backward in zip_longest(forwards[warm_up:], backwards):
+            devices[-1] += [backward] if forward is None else [forward, backward]
+            if forward is not None and problem.block_of_units_us(forward, backward) is not None:
+                blocks[forward] = backward
+    return Orders(Orders.of_compute(devices).devices, blocks=blocks)
 
 
 def _passes(kind: str, stages: list[int], sizes: list[int]) -> list[Op]:

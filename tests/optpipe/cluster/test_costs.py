@@ -55,7 +55,7 @@ def test_full_over_selective_recomputation(hidden: int, layers: int) -> None:
     for recompute in ("full", "selective"):
         strategy = Strategy(tensor=8, recompute=recompute)  # type: ignore[arg-type]
         costs = CostModel(model, H100, strategy, 2048)
-        seconds[recompute] = float(costs.layer(model.layers[0]).total @ only)
+        seconds[recompute] = float(costs.layer(model.layers[0]).passes.total @ only)
     x = 2048 / 12 / hidden
     assert seconds["full"] / seconds["selective"] == pytest.approx(4 / (3 + x / (1 + x)))
 

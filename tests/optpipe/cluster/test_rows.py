@@ -11,7 +11,7 @@ from optpipe.errors import InputError
 
 HEAD = (
     "id,model,machine,gpus,sequence,global_batch,microbatch,tp,pp,vpp,seconds_per_step,tokens_per_s_per_gpu,notes,"
-    "task\n"
+    "task,ep,overlap\n"
 )
 
 
@@ -25,6 +25,14 @@ def test_a_row_is_a_strategy(tmp_path: Path) -> None:
     [row], skipped = read(tmp_path, "a,llama-3.1-70b,H100-SXM,64,8192,128,1,4,4,5,14.66,,,")
     assert (row.strategy.tensor, row.strategy.pipeline, row.strategy.virtual, row.strategy.data) == (4, 4, 5, 4)
     assert (row.machine, row.seconds, row.strategy.schedule, skipped) == ("h100", 14.66, "interleaved-1f1b", [])
+
+
+@pytest.mark.parametrize(
+    ("cell", "overlap"), [("", "no"), ("ep a2a (1f1b)", "yes"), ('"ep, delayed wgrad"', "yes"), ("none (a2a)", "no")]
+)
+def test_exchanges_of_experts_are_hidden_where_a_row_says_so(tmp_path: Path, cell: str, overlap: str) -> None:
+    [row], _ = read(tmp_path, f"a,mixtral-8x7b,h100,8,4096,64,1,1,1,,14,,,,8,{cell}")
+    assert row.strategy.overlap == overlap
 
 
 def test_time_follows_from_tokens(tmp_path: Path) -> None:
