@@ -1,13 +1,14 @@
 """Searches for problems with blocks of a forward and a backward (`Problem.overlaps`).
 
-No other search knows blocks. First comes `dualpipe-v`; then two searches find orders of ops apart: of the relaxation in
-which every op is as short as in its best block, with backwards in one piece, and of the ops as they are. Neighbours in
-what they find are joined.
+No other search knows blocks. First come `dualpipe-v` and interleaved 1F1B. Then two searches find orders of ops apart:
+of the relaxation in which every op is as short as in its best block, with backwards in one piece, and of the ops as
+they are. Neighbours in what they find are joined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from optpipe.errors import DeadlockError, InfeasibleError, MethodError, NoSolutionError, OrderError
@@ -19,6 +20,7 @@ from solver.bounds.blocks import block_relaxation, without_blocks
 from solver.build import snapped_bound, within_budgets
 from solver.limits import Limits
 from solver.published.dualpipe_v import dualpipe_v
+from solver.published.interleaved import interleaved_1f1b
 from solver.scale import value_step_us
 from solver.solution import OnProgress, Progress, Solution
 
@@ -37,13 +39,14 @@ def search_with_blocks(
 ) -> Solution:
     """The best of both searches, with blocks. Raises what they raise where neither found anything."""
     found = _Found(problem, limits, on_progress)
-    try:
-        published = [dualpipe_v(problem)]
-    except MethodError:
-        published = []
-    for orders in (*published, *starts):
-        found.offer(orders, "dualpipe-v" if orders in published else "neighbour")
-    begun = [replace(orders, blocks={}) for orders in (*published, *starts)]
+    begun = []
+    for name, make in (("dualpipe-v", dualpipe_v), ("interleaved-1f1b", interleaved_1f1b)):
+        with suppress(MethodError):
+            begun.append((make(problem), name))
+    begun += [(orders, "neighbour") for orders in starts]
+    for orders, name in begun:
+        found.offer(orders, name)
+    apart_starts = [replace(orders, blocks={}) for orders, _ in begun]
     relaxed, apart = block_relaxation(problem), without_blocks(problem)
     whole = relaxed.replaced(stages=[stage.replaced(split_backward=False) for stage in relaxed.stages])
     failure: InfeasibleError | MethodError | NoSolutionError | None = None
@@ -51,7 +54,7 @@ def search_with_blocks(
         if limits.cancel.requested or found.is_good_enough:
             break
         try:
-            solution = search(part_of, limits.part(share), found.report, begun if part_of is apart else ())
+            solution = search(part_of, limits.part(share), found.report, apart_starts if part_of is apart else ())
         except (InfeasibleError, MethodError, NoSolutionError) as error:
             failure = error if part_of is apart else failure
             continue

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from optpipe.errors import DeadlockError, InputError, Issue, MethodError
-from optpipe.export.launch.megatron import OFFLOAD_MODULES
+from optpipe.export.launch.megatron import OFFLOAD_MODULES, OVERLAP
 from optpipe.export.megatron_layout import layout_text, parse_layout
 from optpipe.mode_names import KEPT, OFFLOAD, SELECTIVE, parse_recomputed
 from optpipe.ops import DeviceOrders, Op, Orders
@@ -23,6 +23,7 @@ from optpipe.partition import cut_in_name, predicted_in_name
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
+from solver.bounds.blocks import without_blocks
 from solver.build import peak_budgets
 from solver.by_stage import ByStage
 from solver.microbatch_orders import in_order, with_numbers_in_order
@@ -64,12 +65,13 @@ def pipeline_settings(problem: Problem, trainer: Trainer) -> list[str]:
 class Setting:
     """A trainer's settings, the mode in which they hold all activations, and what a step then takes.
 
-    `settings`: flags of the command line. `peak_bytes` of each device, under any timing. `short_bytes`: the most by
-    which a device exceeds its budget, 0 where all keep theirs.
+    `settings`: flags of the command line. `blocks`: exchanges of experts hide in blocks. `peak_bytes` of each device,
+    under any timing. `short_bytes`: the most by which a device exceeds its budget, 0 where all keep theirs.
     """
 
     settings: Sequence[str]
     mode: str
+    blocks: bool
     value_us: float
     bubble: float
     peak_bytes: Sequence[int]
@@ -85,6 +87,11 @@ def nearest_settings(schedule: Schedule, trainer: Trainer) -> list[Setting]:
     problem, orders, found = schedule.problem, schedule.orders, []
     if orders.microbatch_order is not None:
         problem, orders = in_order(problem, orders.microbatch_order), with_numbers_in_order(problem, orders)
+    if problem.overlaps:
+        with suppress(MethodError, DeadlockError):
+            if trainer == "megatron":
+                found.append(_simulated(problem, interleaved_1f1b(problem), [OVERLAP], KEPT))
+        problem = without_blocks(problem)
     for settings, mode in _megatron(problem) if trainer == "megatron" else _torchtitan(problem):
         chosen = _chosen(problem, mode)
         if chosen is None:
@@ -240,4 +247,4 @@ def _simulated(problem: Problem, orders: Orders, settings: Sequence[str], mode: 
     budgets = [device.memory_bytes for device in problem.devices]
     short = [peak - budget for peak, budget in zip(peaks, budgets, strict=True) if budget is not None]
     bubble = 1 - max(problem.work_us) / value_us if value_us else 0.0
-    return Setting(settings, mode, value_us, bubble, peaks, max([0, *short]))
+    return Setting(settings, mode, bool(orders.blocks), value_us, bubble, peaks, max([0, *short]))

@@ -64,8 +64,8 @@ class SliceChoice(StrEnum):
     LENGTH = "length"
 
 
-class OffloadChoice(StrEnum):
-    """Layouts to try: without offload, with it, or both."""
+class Tried(StrEnum):
+    """What is tried of a choice: only with it, only without, or both."""
 
     BOTH = "both"
     YES = "yes"
@@ -137,9 +137,7 @@ def command(
             metavar="STRING",
         ),
     ] = None,
-    offload: Annotated[OffloadChoice, typer.Option(help="Try layouts with offload, without, or both.")] = (
-        OffloadChoice.BOTH
-    ),
+    offload: Annotated[Tried, typer.Option(help="Try layouts with offload, without, or both.")] = (Tried.BOTH),
     modes: Annotated[
         str | None,
         typer.Option(
@@ -208,6 +206,14 @@ def command(
     sharding: Allowed = None,
     recompute: Allowed = None,
     schedule: Allowed = None,
+    overlap: Annotated[
+        Tried,
+        typer.Option(
+            help="Try strategies whose exchanges of experts hide in blocks of a forward and a backward, others, or "
+            "both.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = Tried.BOTH,
     expert_imbalance: Annotated[
         float | None,
         typer.Option(
@@ -258,6 +264,7 @@ def command(
         "sharding": sharding,
         "recompute": recompute,
         "schedule": schedule,
+        "overlap": None if overlap is Tried.BOTH else overlap.value,
     }
     if gpus is not None:
         from optpipe.cli.plan_cluster import Question, plan_model
@@ -275,10 +282,10 @@ def command(
             "--objective": None if objective == "makespan" else objective,
         }
         _refuse(of_layers, "with --gpus: the model's layers are costed by formula. Maybe leave it out.")
-        if offload is OffloadChoice.YES:
+        if offload is Tried.YES:
             detail = "is yes, but with --gpus strategies are rated without offload. Maybe leave it out: the best are "
             raise InputError([Issue("--offload", "not_rated", f"{detail}solved with offload too.")])
-        fixed["offload"] = "no" if offload is OffloadChoice.NO else None
+        fixed["offload"] = "no" if offload is Tried.NO else None
         if global_batch is None:
             raise InputError([Issue("--global-batch", "missing", "is missing. Maybe --global-batch 512.")])
         question = Question(layers, gpus, machine, sequence, global_batch, software, fixed, expert_imbalance, why, plot)
@@ -380,7 +387,7 @@ def _search(
     global_batch: int,
     sizes: str | None,
     placements: str | None,
-    offload: OffloadChoice,
+    offload: Tried,
     objective: str,
     modes: str | None,
 ) -> Search:
@@ -398,7 +405,7 @@ def _search(
         except ValueError as error:
             issues.append(Issue("--placements", "unknown", f"is wrong: {error}"))
     microbatch_sizes = _microbatch_sizes(sizes, devices, global_batch, profile.parallel.data, issues)
-    if offload is OffloadChoice.YES and not (profile.copies and any(layer.offload_bytes for layer in profile.layers)):
+    if offload is Tried.YES and not (profile.copies and any(layer.offload_bytes for layer in profile.layers)):
         detail = "is yes, but the profile lacks offload_bytes of its layers or the rate of copies. Maybe add them."
         issues.append(Issue("--offload", "impossible", detail))
     recomputing = [] if modes is None else parse_modes(modes, "--modes")
@@ -408,7 +415,7 @@ def _search(
     if issues:
         raise InputError(issues)
     check_layer_modes(profile, recomputing, "--modes")
-    choices = {OffloadChoice.BOTH: (False, True), OffloadChoice.YES: (True,), OffloadChoice.NO: (False,)}[offload]
+    choices = {Tried.BOTH: (False, True), Tried.YES: (True,), Tried.NO: (False,)}[offload]
     aim: Objective = "makespan" if objective == "makespan" else "device_span"
     return Search(devices, global_batch, microbatch_sizes, names, choices, aim, recomputing)
 

@@ -234,6 +234,9 @@ def _print_why(plan: Plan, wanted: Mapping[str, Any]) -> None:
         return
     mine, others = ({kind: 1e6 * lost_s for kind, lost_s in rater.lost_s(rated).items()} for rated in (one, best))
     print_losses("lost to", (one.name, mine), (best.name, others))
+    for rating in (one, best):
+        if hidden_s := rater.hidden_s(rating):
+            console.print(f"{rating.name} hides {time_text(1e6 * hidden_s)} of exchanges of experts in blocks")
     change = change_text(one.seconds, best.seconds)
     console.print(
         f"{one.name} takes {time_text(1e6 * one.seconds)}, {best.name} {time_text(1e6 * best.seconds)}: {change}"

@@ -33,7 +33,10 @@ LEAST_INCHES = 5.2
 MOST_SCHEDULED, MOST_BEATEN = 8, 4
 """Most strategies of each end that are drawn."""
 LONGEST_NAME = 34
-CHOICES = ("tp", "cp", "ep", "etp", "dp", "pp", "vpp", "microbatch_size", "sharding", "recompute", "precision")
+CHOICES = (
+    *("tp", "cp", "ep", "etp", "dp", "pp", "vpp"),
+    *("microbatch_size", "sharding", "recompute", "precision", "overlap"),
+)
 """Fields that tell strategies apart."""
 
 
@@ -130,7 +133,7 @@ def _subtitle(plan: Mapping[str, Any]) -> str:
 
 
 def _choices(entry: Mapping[str, Any]) -> tuple[object, ...]:
-    return tuple(entry[name] for name in CHOICES)
+    return tuple(entry.get(name) for name in CHOICES)
 
 
 def _scheduled(plan: Mapping[str, Any]) -> list[Mapping[str, Any]]:

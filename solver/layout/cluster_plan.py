@@ -69,7 +69,9 @@ class Solved:
         sizes[0] -= 1  # the embedding
         sizes[-1] -= 1  # the head
         virtual = len(sizes) // self.rated.strategy.pipeline
-        name = "zb-v" if self.judged.candidate.placement == "v" else "interleaved-1f1b" if virtual > 1 else "1f1b"
+        name = "interleaved-1f1b" if virtual > 1 else "1f1b"
+        if self.judged.candidate.placement == "v":
+            name = "dualpipe-v" if self.rated.strategy.overlap == "yes" else "zb-v"
         recompute = self.rated.strategy.recompute if self.judged.recomputed else "none"
         return replace(
             self.rated.strategy, virtual=virtual, stage_layers=tuple(sizes), schedule=name, recompute=recompute
@@ -177,7 +179,8 @@ class Plan(Displayed):
             pipeline, place = one.strategy.pipeline, solved.get(one.strategy)
             if one.work is not None and (number < SHOWN_WORK or place is not None or pipeline not in seen):
                 schedule = None if place is None else self.solved[place].schedule
-                entry |= {"lost_s": rater.lost_s(one), "ranks": _ranks(job, one.strategy, schedule)}
+                entry |= {"lost_s": rater.lost_s(one), "hidden_s": rater.hidden_s(one)}
+                entry |= {"ranks": _ranks(job, one.strategy, schedule)}
                 seen.add(pipeline)
             if place is not None:
                 entry["solved"] = place
@@ -252,6 +255,7 @@ class Plan(Displayed):
             "in_1f1b": in_1f1b
             and {
                 "activations": in_1f1b.mode,
+                "overlap": "yes" if in_1f1b.blocks else "no",
                 "seconds": in_1f1b.value_us / 1e6 + found.added_s,
                 "short_bytes": in_1f1b.short_bytes,
             },
@@ -366,6 +370,8 @@ def _placements(strategy: Strategy, fixed: Fixed) -> list[str]:
     chunks = max(2, strategy.virtual)
     looped = f"interleaved-{chunks}"
     counts = {"linear": 1} if strategy.pipeline == 1 else {"linear": 1, looped: chunks, "v": 2}
+    if strategy.overlap == "yes" and strategy.pipeline > 1:  # trainers run no blocks with one stage on a device
+        del counts["linear"]
     schedules = fixed.get("schedule", CLOSED_FORMS)
     left = {"v" if name in V_SHAPED else "linear" if 1 in CLOSED_FORMS[name] else looped for name in schedules}
     return [name for name, count in counts.items() if name in left and count in fixed.get("vpp", (count,))]
@@ -390,7 +396,7 @@ def solve_family(job: Job, rated: Rated, fixed: Fixed, limits: Limits) -> Solved
         [one.microbatch_size],
         placements,
         offload=(False, True) if layers.copies and "no" not in fixed.get("offload", ()) else (False,),
-        modes=() if rated.strategy.recompute == "none" else ("selective",),
+        modes=() if rated.strategy.recompute == "none" or one.overlap == "yes" else ("selective",),
     )
     judged = rank(candidates(layers, search, limits), limits)
     if not judged or judged[0].schedule is None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from optpipe.layers import Layer, LayerProfile
 from optpipe.ops import Floats, Ints
-from optpipe.partition import scaled_us
+from optpipe.partition import parts_us, scaled_us
 from optpipe.problem import Objective
 
 MOST_TABLE = 4_000_000
@@ -78,7 +78,15 @@ class CutBounds:
             return np.concatenate([[0.0], np.cumsum([cost(layer) for layer in layers])])
 
         def time_us(name: str) -> Floats:
-            return sums(lambda layer: scaled_us(layer, getattr(layer, name), scale) / parts)
+            return sums(lambda layer: least_us(layer, name) / parts)
+
+        def least_us(layer: Layer, name: str) -> float:
+            """Time without its exchanges: a block is at least as long as its two passes without these."""
+            time_us = scaled_us(layer, getattr(layer, name), scale)
+            if name == "backward_weight_us" or parts > 1:  # slices have no blocks
+                return time_us
+            _, dispatch_us, _, combine_us = parts_us(layer, scale)[name == "backward_input_us"]
+            return max(0.0, time_us - dispatch_us - combine_us)
 
         def held_bytes(layer: Layer) -> float:
             if recomputes:

@@ -216,8 +216,8 @@ def _with_published(judged: Sequence[Judged], limits: Limits, on_judged: OnJudge
 
 def _anneal(problem: Problem, shared: SharedIncumbent) -> None:
     """Anneal the best schedule for a moment, which takes several percent off those of small problems."""
-    if shared.best.orders is None or shared.stop.requested or count_ops(problem) > LARGE_OPS:
-        return
+    if shared.best.orders is None or shared.stop.requested or count_ops(problem) > LARGE_OPS or problem.overlaps:
+        return  # annealing knows no blocks
     if costs_have_codes(problem):
         limits = replace(shared.limits, workers=1, deterministic_limit=ANNEALED, cancel=shared.stop)
         shared.offer(replace(SEARCHES["search"](problem, limits, shared.best, lambda _: None), method="search"))

@@ -17,7 +17,7 @@ import numpy as np
 
 from optpipe.cluster.costs import INDEX, Work, work
 from optpipe.cluster.memory import GIB
-from optpipe.cluster.strategy import Precision, Recompute, Sharding, Strategy
+from optpipe.cluster.strategy import Overlap, Precision, Recompute, Sharding, Strategy
 from optpipe.errors import InputError, Issue, shown
 from solver.layout.fitting import Job
 from solver.layout.why import End, at_least_slower, read_pairs
@@ -35,8 +35,12 @@ CLOSED_FORMS: Mapping[str, Sequence[int]] = {
     "zb-v": (2,),
     "v-half": (2,),
     "v-min": (2,),
+    "dualpipe-v": (2,),
 }
 """Published schedules that are rated without being simulated, with the numbers of stages on a device that they take."""
+
+WITH_BLOCKS = ("1f1b", "interleaved-1f1b", "dualpipe-v")
+"""Those that trainers run with blocks: 1F1B on a pipeline of one device alone."""
 
 AXES = ("tp", "cp", "ep", "etp", "dp", "pp", "vpp", "microbatch_size")
 FIELDS: Mapping[str, str] = {
@@ -51,6 +55,7 @@ FIELDS: Mapping[str, str] = {
     "sharding": "sharding",
     "recompute": "recompute",
     "precision": "precision",
+    "overlap": "overlap",
     "schedule": "schedule",
 }
 """Fields of a strategy by the names of options."""
@@ -60,6 +65,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "precision": get_args(Precision),
     "sharding": get_args(Sharding),
     "recompute": get_args(Recompute),
+    "overlap": get_args(Overlap),
     "schedule": tuple(CLOSED_FORMS),
     "offload": ("no",),
 }
@@ -119,7 +125,8 @@ class Rated:
         """Degrees above one, and other choices that are not the plainest."""
         one = self.strategy
         degrees = one.tensor, one.context, one.expert, one.pipeline, one.virtual, one.microbatch_size
-        return sum(degree > 1 for degree in degrees) + (one.recompute != "none") + (one.sharding == "fsdp")
+        choices = one.recompute != "none", one.sharding == "fsdp", one.overlap == "yes"
+        return sum(degree > 1 for degree in degrees) + sum(choices)
 
     @property
     def name(self) -> str:
@@ -130,6 +137,7 @@ class Rated:
             parts.append(f"mbs{self.strategy.microbatch_size}")
         parts += [self.strategy.recompute] if self.strategy.recompute != "none" else []
         parts += [self.strategy.sharding] if self.strategy.sharding == "fsdp" else []
+        parts += ["overlap"] if self.strategy.overlap == "yes" else []
         return " ".join(parts) or "one GPU"
 
 
@@ -151,8 +159,9 @@ def families(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:
             fixed.get("precision", ("bf16",)),
             fixed.get("sharding", ("optimizer", "fsdp") if pipeline == 1 else ("optimizer",)),
             fixed.get("expert_imbalance", (1.0,)),
+            fixed.get("overlap", ("no", "yes") if experts else ("no",)),
         )
-        for expert, expert_tensor, size, precision, sharding, imbalance in choices:
+        for expert, expert_tensor, size, precision, sharding, imbalance, overlap in choices:
             strategy = Strategy(
                 tensor=tensor,
                 context=context,
@@ -164,6 +173,7 @@ def families(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:
                 precision=precision,
                 sharding=sharding,
                 expert_imbalance=imbalance,
+                overlap=overlap,
             )
             if job.is_legal(strategy):
                 yield strategy
@@ -176,6 +186,8 @@ def _divisors(number: int, most: int, allowed: Collection[Any] | None) -> list[i
 def variants(job: Job, family: Strategy, fixed: Fixed) -> Iterator[Strategy]:
     """Strategies of a family: numbers of stages on a device, each with a published schedule."""
     layers, p = len(job.model.layers), family.pipeline
+    if family.overlap == "yes" and {*fixed.get("recompute", ("none",))} == {"full"}:
+        return
     m = family.microbatches(job.global_batch)
     for virtual in fixed.get("vpp", range(1, MOST_VIRTUAL + 1) if p > 1 else (1,)):
         if virtual > 1 and "vpp" not in fixed:
@@ -184,11 +196,14 @@ def variants(job: Job, family: Strategy, fixed: Fixed) -> Iterator[Strategy]:
                 continue
         if p * virtual > layers + 2:
             continue
-        schedule = "1f1b" if virtual == 1 else "interleaved-1f1b"
-        for name in fixed.get("schedule", (schedule,)):
-            if virtual not in CLOSED_FORMS[name]:
+        schedules: Collection[str] = ("1f1b" if virtual == 1 else "interleaved-1f1b",)
+        if family.overlap == "yes":
+            schedules = job.software.with_blocks
+        for name in fixed.get("schedule", schedules):
+            if virtual not in CLOSED_FORMS[name] or (name == "dualpipe-v" and m < 2 * p):
                 continue
-            yield replace(family, virtual=virtual, schedule=name)
+            if family.overlap == "no" or (name in WITH_BLOCKS and (name != "1f1b" or p == 1)):
+                yield replace(family, virtual=virtual, schedule=name)
 
 
 class Rater:
@@ -201,9 +216,8 @@ class Rater:
         """Seconds that no schedule, cut or placement of a family goes below."""
         costs = self.job.costs(family)
         slowdowns = self.job.slowdowns(family)
-        devices = costs.devices()
         m = family.microbatches(self.job.global_batch)
-        mean = devices.sum((0, 1)) / family.pipeline
+        mean = (costs.devices().sum((0, 1)) - costs.hidden(slowdowns).sum(0)) / family.pipeline
         return float((m * mean + costs.replicas(m, inf) + work(step=1)) @ slowdowns)
 
     def rate(self, strategy: Strategy, bound_s: float) -> Rated:
@@ -211,7 +225,7 @@ class Rater:
         least: float = inf
         allowed = self.fixed.get("recompute", ("none", "full"))
         for recompute in ("none", "selective", "full"):
-            if recompute not in allowed:
+            if recompute not in allowed or (recompute == "full" and strategy.overlap == "yes"):
                 continue
             tried = replace(strategy, recompute=recompute)
             held = max(self.job.held(tried), key=lambda one: one.total)
@@ -237,8 +251,18 @@ class Rater:
         kinds = mean * self.job.slowdowns(strategy) * strategy.microbatches(self.job.global_batch)
         return float(sum(kinds[INDEX[kind]] for kind in ("products", "attention", "experts")))
 
+    def hidden_s(self, rated: Rated) -> float:
+        """Seconds of a step that blocks hide, in the mean of all devices."""
+        one = rated.strategy
+        slowdowns = self.job.slowdowns(one)
+        of_a_microbatch = float(self.job.costs(one).hidden(slowdowns).mean(0) @ slowdowns)
+        return one.blocks(one.microbatches(self.job.global_batch)) / one.virtual * of_a_microbatch
+
     def lost_s(self, rated: Rated) -> dict[str, float]:
-        """Seconds of a rated strategy beyond its model's products, attention and experts, by what they go to."""
+        """Seconds of a rated strategy beyond its model's products, attention and experts, by what they go to.
+
+        What of exchanges of experts is hidden is not lost.
+        """
         assert rated.work is not None, "only rated strategies have seconds by kind"
         strategy, slowdowns = rated.strategy, self.job.slowdowns(rated.strategy)
         m = strategy.microbatches(self.job.global_batch)
@@ -247,11 +271,13 @@ class Rater:
         mean = float(devices.mean(0) @ slowdowns)
         pipeline = float(rated.work[INDEX["pipeline"]])
         once = sum(float(rated.work[INDEX[kind]]) for kind in ("data", "gather", "optimizer", "step"))
-        lost = {"bubble": rated.seconds - pipeline - once - m * mean}
+        hidden = self.hidden_s(rated)
+        lost = {"bubble": rated.seconds - pipeline - once - (m * mean - hidden)}
         lost["recomputation"] = m * (mean - float(plain.mean(0) @ slowdowns))
         kinds = plain.mean(0) * slowdowns * m
         for kind in ("memory", "tensor", "expert", "context", "launch"):
             lost[kind] = float(kinds[INDEX[kind]])
+        lost["expert"] -= hidden
         for kind in ("pipeline", "data", "gather", "optimizer", "step"):
             lost[kind] = float(rated.work[INDEX[kind]])
         return lost

@@ -13,6 +13,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
 from solver.microbatch_orders import in_order, with_own_numbers
+from solver.published.interleaved import interleaved_1f1b
 from solver.published.one_stage import one_f_one_b as fused
 from solver.trainer_settings import Setting, Trainer, nearest_settings, pipeline_settings
 from tests.recomputing import one_f_one_b, recomputing, with_frozen
@@ -160,6 +161,20 @@ def test_torchtitan_runs_no_microbatches_of_other_sizes() -> None:
     with pytest.raises(InputError, match=r"^problem\.microbatch_factors\[1\] makes this microbatch of another size"):
         nearest_settings(given, "torchtitan")
     assert nearest_settings(given, "megatron")[0].value_us == given.value_us
+
+
+def test_blocks_of_megatron_are_interleaved_1f1b_with_a_flag() -> None:
+    pairs = [(f, b) for f in range(8) for b in range(8) if f % 4 == b % 4]
+    blocks = [{"forward_stage": f, "backward_stage": b, "us": 24} for f, b in pairs]
+    problem = uniform(8, M, transfer_us=0)
+    devices = [{"memory_bytes": None}] * 4
+    stages = [stage.to_data() | {"device": s % 4} for s, stage in enumerate(problem.stages)]
+    problem = Problem.from_data(problem.to_data() | {"devices": devices, "stages": stages, "overlaps": blocks})
+    hidden, plain = nearest_settings(
+        build_schedule(problem, interleaved_1f1b(problem), 0.0, "by hand", 0.0), "megatron"
+    )
+    assert (hidden.settings, hidden.blocks, hidden.value_us) == (["--overlap-moe-expert-parallel-comm"], True, 504)
+    assert (plain.settings, plain.blocks, plain.value_us) == ([], False, 570)
 
 
 def test_megatron_has_no_v() -> None:

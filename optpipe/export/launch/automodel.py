@@ -116,6 +116,9 @@ def _refuse(launch: Launch) -> None:
     elif model.predicted_tokens and best.cp > 1 and best.pp > 1:
         detail = f"is {best.cp}, which excludes multi-token prediction in a pipeline."
         field, detail = "cp", f"{detail} Maybe plan with --cp 1."
+    elif best.overlap == "yes":
+        detail = "is yes, but its schedules hide no exchange of experts. Maybe plan with --overlap no."
+        field = "overlap"
     elif launch.microbatches < best.pp:
         field, detail = (
             "pp",

@@ -132,6 +132,8 @@ def files(launch: Launch) -> LaunchFiles:
             "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": True,
         }
+    if runs.overlap:  # which excludes that of shared experts, a default of some models
+        settings |= {"overlap_moe_expert_parallel_comm": True, "moe_shared_expert_overlap": False}
     if launch.model.predicted_tokens:
         settings["mtp_num_layers"] = launch.model.predicted_tokens
     if runs.recompute == "selective":

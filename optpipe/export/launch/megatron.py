@@ -41,6 +41,7 @@ RECOMPUTE: Mapping[str, str] = {
     "selective": "--recompute-granularity selective --recompute-modules core_attn",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
+OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
 def files(launch: Launch) -> LaunchFiles:
@@ -49,7 +50,9 @@ def files(launch: Launch) -> LaunchFiles:
     lost = [*launch.lost_in_loops(runs), *lost_of_core(launch), *_lost_of_model(launch)]
     command = ['"${MEGATRON:?is to be a checkout of Megatron-LM}/pretrain_gpt.py"']
     command += [*_parallel(launch, runs), *_batch(launch), *_model(launch), *_run(), '"$@"']
-    before = [] if launch.best.sharding == "fsdp" else ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]  # FSDP refuses it
+    # One queue keeps communication of tensor parallelism in order, but FSDP refuses it, and in it blocks hide nothing.
+    queues = 32 if runs.overlap else 1
+    before = [] if launch.best.sharding == "fsdp" else [f"export CUDA_DEVICE_MAX_CONNECTIONS={queues}"]
     text = script(launch, header(launch, runs.cut, lost, runs.seconds), before, command)
     return LaunchFiles({"launch.sh": text}, lost, runs.seconds)
 
@@ -90,6 +93,8 @@ def _parallel(launch: Launch, runs: Pipeline) -> Iterator[str]:
         yield f"--microbatch-group-size-per-virtual-pipeline-stage {size}"
     if launch.has_experts:
         yield f"--expert-model-parallel-size {best.ep} --expert-tensor-parallel-size {best.etp}"
+    if runs.overlap:
+        yield OVERLAP
     yield SHARDING[best.sharding]
     yield PRECISION[best.precision]
     if runs.recompute != "none":

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field
 
 from optpipe.cluster.model import Model, named_models, read_model
-from optpipe.cluster.strategy import Precision, Recompute, Sharding, Strategy, require_legal
+from optpipe.cluster.strategy import Overlap, Precision, Recompute, Sharding, Strategy, require_legal
 from optpipe.document import Document
 from optpipe.errors import InputError, Issue
 from optpipe.export.megatron_layout import layout_text
@@ -52,6 +52,7 @@ class InOrder(_Part):
     """The plan's cut in the order of 1F1B or interleaved 1F1B: the nearest that all activations are treated alike."""
 
     activations: str
+    overlap: Overlap = "no"
     seconds: Seconds
     short_bytes: int = Field(ge=0)
 
@@ -78,6 +79,7 @@ class Best(_Part):
     sharding: Sharding
     recompute: Recompute
     precision: Precision
+    overlap: Overlap = "no"
     schedule: str
     seconds: Seconds
     placement: str
@@ -104,12 +106,16 @@ class PlanDocument(_Part):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages and order of a trainer. `cut`: layers of each stage, the embedding and the head among them."""
+    """Stages and order of a trainer. `cut`: layers of each stage, the embedding and the head among them.
+
+    `overlap`: exchanges of experts hide behind compute of other microbatches.
+    """
 
     cut: Sequence[int]
     order: str
     recompute: Recompute
     offload: bool
+    overlap: bool
     seconds: float
 
 
@@ -153,6 +159,7 @@ class Launch:
             microbatch_size=best.microbatch_size,
             precision=best.precision,
             sharding=best.sharding,
+            overlap=best.overlap,
         )
         require_legal(strategy, model, read.gpus, read.gpus_per_node, read.sequence, read.global_batch)
         return cls(read, best, model, strategy)
@@ -205,22 +212,34 @@ class Launch:
         if fixed is not None and has_room and fixed.seconds <= published_s:
             recompute: Recompute = "none" if fixed.activations in (KEPT, OFFLOAD) else "full"
             order = "interleaved-1f1b" if best.vpp > 1 else "1f1b"
-            return self._checked(Pipeline(best.cut, order, recompute, fixed.activations == OFFLOAD, fixed.seconds))
+            offload, overlap = fixed.activations == OFFLOAD, fixed.overlap == "yes"
+            return self._checked(Pipeline(best.cut, order, recompute, offload, overlap, fixed.seconds))
         if published.schedule not in IN_LOOPS:
             detail = f"is {published.schedule}, and this trainer runs 1F1B and interleaved 1F1B alone. Maybe plan with "
             detail += "--schedule 1f1b,interleaved-1f1b"
             detail += ", or export --to torchtitan, which runs the plan's own order." if best.schedule_file else "."
             raise InputError([Issue("best.published.schedule", "cannot_run", detail)])
-        return self._checked(Pipeline(published.cut, published.schedule, published.recompute, False, published.seconds))
+        overlap = best.overlap == "yes"
+        return self._checked(
+            Pipeline(published.cut, published.schedule, published.recompute, False, overlap, published.seconds)
+        )
 
     def _checked(self, runs: Pipeline) -> Pipeline:
-        """The pipeline. Raises InputError for interleaved 1F1B of fewer microbatches than devices."""
+        """The pipeline. Raises InputError for interleaved 1F1B of fewer microbatches than devices, and for blocks with
+        more layers of multi-token prediction than Megatron-Core takes."""
         if len(runs.cut) > self.best.pp > self.microbatches:
             detail = (
                 f"is {self.best.pp}, but a step has {self.microbatches} microbatches, and interleaved 1F1B needs as"
             )
             detail += " many. Maybe plan with --vpp 1, or a smaller --pp or --dp."
             raise InputError([Issue("best.pp", "cannot_run", detail)])
+        if runs.overlap and self.model.predicted_tokens > (self.best.pp > 1):
+            detail = (
+                f"is yes, but with it {count_text(self.best.pp, 'device')} of a pipeline take at most "
+                f"{int(self.best.pp > 1)} layers of multi-token prediction, and the model has "
+                f"{self.model.predicted_tokens}. Maybe plan with --overlap no."
+            )
+            raise InputError([Issue("best.overlap", "cannot_run", detail)])
         return runs
 
     def layout(self, cut: Sequence[int]) -> str:
@@ -263,6 +282,8 @@ class Launch:
                     why = f"with it a step takes {time_text(fixed.seconds * 1e6)} in this order"
             stages = count_text(len(runs.cut) // best.pp, "stage")
             yield f"cut: even, with {stages} a device in place of the plan's {best.vpp}, since {why}"
+        if best.overlap == "yes" and not runs.overlap:
+            yield "overlap: no room for blocks in this order, so exchanges of experts are not hidden"
         moved = best.activations
         if moved is not None and (moved.offloaded or moved.recomputed):
             what = "offloaded" if runs.offload else "recomputed" if runs.recompute != "none" else "kept"

@@ -33,7 +33,12 @@ IN_FP8: Mapping[str, str] = {
 }
 """Configurations whose products are in FP8, by the names of models."""
 
-SCHEDULES = {"1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "interleaved-1f1b": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
 """Names of torch's schedules, by those of published ones."""
 
 CHECKPOINTS = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
@@ -104,7 +109,8 @@ def _settings(launch: Launch, cut: Sequence[int]) -> Iterator[str]:
         "parallelism.pipeline_parallel_degree": best.pp,
     }
     if best.pp > 1:
-        name = "zb-v" if best.placement == "v" else "interleaved-1f1b" if len(cut) > best.pp else "1f1b"
+        in_a_v = "dualpipe-v" if best.overlap == "yes" else "zb-v"
+        name = in_a_v if best.placement == "v" else "interleaved-1f1b" if len(cut) > best.pp else "1f1b"
         settings |= {
             "parallelism.pipeline_parallel_microbatch_size": best.microbatch_size,
             "parallelism.pipeline_parallel_schedule": SCHEDULES[name],
@@ -139,6 +145,9 @@ def _refuse(launch: Launch) -> None:
     field, detail = "", ""
     if best.etp > 1:
         field, detail = "etp", f"is {best.etp}, but an expert is not divided there. Maybe plan with --etp 1."
+    elif best.overlap == "yes" and best.schedule_file is None and best.published.schedule != "dualpipe-v":
+        detail = f"is yes, but {best.published.schedule} hides no exchange of experts there. Maybe plan with --schedule"
+        field, detail = "overlap", f"{detail} dualpipe-v, or with --overlap no."
     elif groups % best.tp:
         detail = f"is {best.tp}, which does not divide the {groups} key and value heads. Maybe plan with --tp {groups}."
         field = "tp"
@@ -161,5 +170,7 @@ def _lost(launch: Launch, planned: bool, *, in_fp8: bool) -> Iterator[str]:
         yield "schedule: a pipeline of one device has none here: activations are treated alike"
     if not planned and best.pp > 1:
         yield "schedule: those of torch need a torch newer than 2.13 in torchtitan 0.3 (its step takes other arguments)"
+    if planned and best.overlap == "yes":
+        yield "overlap: the planned schedule runs the two ops of a block one after the other, so nothing is hidden"
     if launch.has_experts and planned:
         yield "experts: nobody has run a planned schedule with experts in torchtitan yet"

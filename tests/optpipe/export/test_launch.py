@@ -52,6 +52,7 @@ LLAMA = planned(pp=4, tp=2, cp=2, dp=1, vpp=2, microbatch_size=2, recompute="ful
 SEARCHED = scheduled(LLAMA, UNEVEN)
 FEW = LLAMA | {"global_batch": 4}
 EXPERTS = planned("deepseek-v3", 256, "b200", pp=8, ep=32, tp=1, cp=1, vpp=1, microbatch_size=1)
+HIDDEN = planned("qwen3-30b-a3b", 32, pp=4, vpp=3, ep=8, tp=1, overlap="yes")
 
 
 def arguments(launched: LaunchFiles) -> dict[str, list[str]]:
@@ -135,6 +136,20 @@ def test_megatron_gets_all_sizes() -> None:
     experts = arguments(launch_files(EXPERTS, "megatron"))
     assert (experts["--expert-model-parallel-size"], experts["--mtp-num-layers"]) == (["32"], ["1"])
     assert experts["--moe-layer-freq"] == ["([0]*3+[1]*58)"]
+
+
+def test_blocks_are_set_where_the_trainer_has_them() -> None:
+    flag, setting = "--overlap-moe-expert-parallel-comm", "model.overlap_moe_expert_parallel_comm = True"
+    for plan, runs in ((HIDDEN, True), (planned("qwen3-30b-a3b", 32, pp=4, vpp=3, ep=8, tp=1, overlap="no"), False)):
+        megatron = launch_files(plan, "megatron")
+        assert (flag in arguments(megatron)) == runs
+        assert f"CUDA_DEVICE_MAX_CONNECTIONS={32 if runs else 1}" in megatron.files["launch.sh"]
+        assert (setting in launch_files(plan, "bridge").files["pretrain.py"]) == runs
+    searched = scheduled(HIDDEN, [6, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4], "interleaved-3", overlap="no")
+    assert flag not in arguments(launch_files(searched, "megatron"))
+    in_a_v = planned("qwen3-30b-a3b", 32, pp=4, ep=8, tp=1, overlap="yes", schedule="dualpipe-v")
+    program = launch_files(in_a_v, "torchtitan").files["optpipe_plan.py"]
+    assert "pipeline_parallel_schedule = 'DualPipeV'" in program
 
 
 def test_offload_is_set_where_the_trainer_has_it() -> None:
@@ -249,6 +264,8 @@ def test_every_model_has_a_trainer(name: str) -> None:
         ),
         ("bridge", planned("mixtral-8x7b", 64, pp=4), "model is of model_type 'mixtral', which Megatron Bridge has no"),
         ("automodel", planned("qwen3-30b-a3b", 64, pp=4, tp=2), "best.tp is 2, but models with experts take tensor"),
+        ("automodel", HIDDEN, "best.overlap is yes, but its schedules hide no exchange of experts. Maybe plan with"),
+        ("torchtitan", HIDDEN, "best.overlap is yes, but interleaved-1f1b hides no exchange of experts there. Maybe"),
         ("bridge", FEW, "best.pp is 4, but a step has 2 microbatches, and interleaved 1F1B needs as many. Maybe plan"),
         ("automodel", LLAMA | {"best": None}, "best is null: no strategy of this plan fits. Maybe plan for more GPUs."),
         ("megatron", LLAMA | {"format": "optpipe.plan/2"}, "format"),

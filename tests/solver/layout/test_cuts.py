@@ -125,6 +125,13 @@ def drawn(seed: int) -> tuple[LayerProfile, tuple[int, ...], int]:
         sizes = {"activation_bytes": rng.randint(80, 120), "backward_weight_bytes": rng.randint(30, 70)}
         times = {"forward_us": time, "backward_input_us": round(1.1 * time), "backward_weight_us": round(0.9 * time)}
         each.append(times | sizes | {"parameter_bytes": rng.randint(800, 1200), "output_bytes": 20})
+        if seed % 4 == 3:  # layers of experts, which hide their exchanges in blocks
+            moved = time * rng.uniform(0.05, 0.25)
+            parts = {
+                "forward_us": [0.4 * time, moved, 0.1 * time, moved],
+                "backward_us": [time, moved, time / 2, moved],
+            }
+            each[-1]["parts"] = parts
     zero = {"forward_us": rng.randint(0, 100), "backward_input_us": 0, "backward_weight_us": rng.randint(0, 100)}
     more = {"activation_bytes": 5, "backward_weight_bytes": 2, "parameter_bytes": rng.randint(500, 3000)}
     each.insert(0, zero | more | {"output_bytes": 20})

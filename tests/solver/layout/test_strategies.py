@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import load_model
-from optpipe.cluster.software import MEGATRON
+from optpipe.cluster.software import MEGATRON, software_of
 from solver.layout.fitting import Job, cheapest_change
 from solver.layout.strategies import Rated, Rater, families, rate_all, variants
 from tests.sample import some
@@ -78,6 +79,23 @@ def test_a_schedule_has_as_many_stages_as_it_takes() -> None:
         (rating.strategy.schedule, rating.strategy.virtual) for group in rate_all(one, gpus, fixed) for rating in group
     }
     assert found == {("1f1b", 1), ("zb-v", 2)}
+
+
+@pytest.mark.parametrize(
+    ("software", "schedules"), [("", {"1f1b", "interleaved-1f1b"}), ("torchtitan", {"dualpipe-v"})]
+)
+def test_exchanges_hide_in_the_schedules_of_the_trainer(software: str, schedules: set[str]) -> None:
+    one = Job(load_model("mixtral-8x7b"), named_machines()["h100"], 4096, 256, software_of(software), software)
+    fixed: Mapping[str, Collection[object]] = {"overlap": ["yes"], "pp": [1, 2], "ep": [8], "sharding": ["optimizer"]}
+    found = [rating for group in rate_all(one, 32, fixed) for rating in group]
+    assert {rating.strategy.schedule for rating in found} == schedules
+    rater = Rater(one, fixed)
+    for rating in found:
+        apart = replace(rating.strategy, overlap="no")
+        assert rating.strategy.virtual > 1 or rating.strategy.pipeline == 1
+        if rating.end == "solved":
+            assert rating.seconds < one.seconds(apart)
+            assert 0 < rater.hidden_s(rating) == pytest.approx(one.seconds(apart) - rating.seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import { fillStack, fillTimeLegend, timeParts } from "./bars.js";
 const FIRST_ROWS = 12;
 const MORE_ROWS = 36;
 const DEGREES = ["tp", "cp", "ep", "etp", "dp", "pp", "vpp"];
-const CHOICES = [...DEGREES, "microbatch_size", "sharding", "recompute", "precision"];
+const CHOICES = [...DEGREES, "microbatch_size", "sharding", "recompute", "precision", "overlap"];
 /** What tells strategies apart, as the server reads it. */
 const VALUES = [...CHOICES, "schedule"];
 const ENDS = { solved: "", beaten: "beaten: ", does_not_fit: "does not fit: " };
@@ -21,6 +21,7 @@ export function strategyName(strategy) {
   if (Number(strategy.microbatch_size) > 1) parts.push(`mbs${strategy.microbatch_size}`);
   if (strategy.recompute !== "none") parts.push(String(strategy.recompute));
   if (strategy.sharding === "fsdp") parts.push("fsdp");
+  if (strategy.overlap === "yes") parts.push("overlap");
   if (strategy.precision !== "bf16") parts.push(String(strategy.precision));
   return parts.join(" ") || "one GPU";
 }
