@@ -156,6 +156,7 @@ FACTS = MACHINE["facts"]
         ({"fixed": {"pq": 4}}, "/fixed/pq", "these are tp, cp,"),
         ({"fixed": {"tp": "8"}}, "/fixed/tp", "must be numbers"),
         ({"fixed": {"tp": list(range(1, 200))}}, "/fixed/tp", "1 to 100"),
+        ({"fixed": {"overlap": "maybe"}}, "/fixed/overlap", "no, yes"),
         ({"fixed": {"recompute": ["some"]}}, "/fixed/recompute", "none, selective, full"),
         ({"config": {"time_limit_s": 10**5}}, "/config/time_limit_s", "max_time_limit_s"),
         ({"config": {"method": "milp"}}, "/config/method", "not a field"),

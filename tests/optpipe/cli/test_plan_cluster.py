@@ -94,7 +94,11 @@ def test_nothing_fits(cli: Cli) -> None:
         (("--sharding", "zero"), "--sharding has 'zero' but must be of none, optimizer, fsdp."),
         (
             ("--schedule", "foo"),
-            "--schedule has 'foo' but must be of 1f1b, zb-h1, interleaved-1f1b, zb-v, v-half, v-min.",
+            "--schedule has 'foo' but must be of 1f1b, zb-h1, interleaved-1f1b, zb-v, v-half, v-min, dualpipe-v.",
+        ),
+        (
+            ("--overlap", "yes"),
+            "has no legal strategy on 16 GPUs with what is fixed. Maybe overlap of no in place of yes",
         ),
         (("--devices", 4), "--devices has no meaning with --gpus"),
         (("--plot", "plan.bmp"), "pictures end in .png, .svg, .pdf, .html. Maybe name it plan.svg."),
