@@ -15,7 +15,7 @@ COMPONENTS = {
     "list kind": ("offloading-lists", "recomputing-lists", "planned-lists", "random-lists"),
     "bound": (
         *("chain", "release-order", "warmup-cooldown", "memory-time", "rounds", "shared-channel", "whole-forwards"),
-        *("modes", "unit-device", "free-order", "spread"),
+        *("modes", "unit-device", "free-order", "blocks", "spread"),
     ),
     "start": (
         *("gpipe", "1f1b", "interleaved-1f1b", "seq1f1b", "slimpipe", "zb-h1", "zb-h2", "zb-auto", "zb-v"),

@@ -9,7 +9,7 @@ import numpy as np
 from optpipe.kinds import CODE, COPIES
 from optpipe.problem import Floats, Problem
 from optpipe.task_graph import lower
-from solver.bounds.blocks import block_relaxation, without_blocks
+from solver.bounds.blocks import block_bounds_us, block_relaxation, without_blocks
 from solver.bounds.device import longest_chain_us
 from solver.bounds.modes import mode_bounds_us
 from solver.bounds.rounds import round_bounds_us
@@ -58,6 +58,8 @@ def lower_bounds_us(problem: Problem, without: Set[str] = frozenset()) -> dict[s
         apart, bounds = without_blocks(problem), lower_bounds_us(block_relaxation(problem), without)
         if not problem.has_factors and problem.slice_count == 1:  # a block makes no op shorter
             bounds |= _kept({"chain": max(bounds.get("chain", 0.0), longest_chain_us(apart))}, without)
+        if lower(problem).trained.all():
+            bounds |= _kept({"blocks": max(block_bounds_us(problem))}, without)
         return bounds
     if not lower(problem).trained.all():
         return _kept(_partly_trained_bounds_us(problem, without), without)
