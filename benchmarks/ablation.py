@@ -80,6 +80,7 @@ CODE: dict[str, Sequence[str]] = {
     "modes": [f"{BOUNDS}modes.py"],
     "unit-device": [f"{BOUNDS}units.py"],
     "free-order": [f"{BOUNDS}free_order.py"],
+    "blocks": [f"{BOUNDS}blocks.py"],
     "spread": [f"{BOUNDS}spread.py"],
     **{name: [f"{PUBLISHED}one_stage.py"] for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")},
     "interleaved-1f1b": [f"{PUBLISHED}interleaved.py"],

@@ -171,7 +171,7 @@ PASS_COLOURS = ("#6A3D9A", "#1F3B73", "#9E9AC8", "#B2DF8A")
 def look_of(kind: str) -> Kind:
     """The row of a kind; of a spread pass one with its name and colour alone."""
     colour = PASS_COLOURS[ord(kind[0]) % len(PASS_COLOURS)]
-    return KIND[kind] if kind in KIND else Kind(kind, "pass on every device", colour, times=(), short="pass")
+    return KIND[kind] if kind in KIND else Kind(kind, "spread pass", colour, times=(), short="pass")
 
 
 STREAM_OF_KIND = tuple(STREAMS.index(row.stream) for row in ROWS)

@@ -456,8 +456,8 @@ class _Network:
             if lag.spread is not None:
                 first, delay = barriers[lag.spread], lag.us
             else:
-                first, away = self._nodes_of(DOERS[lag.duty])[lag.stage], homes != self.graph.device[lag.stage]
-                delay = away[:, None] * lag.us
+                first, sent = self._nodes_of(DOERS[lag.duty])[lag.stage], homes != self.graph.device[lag.stage]
+                delay = sent[:, None] * lag.us
             yield self._between(np.broadcast_to(first, nodes.shape), nodes, delay)
 
     def _nodes_of(self, kinds: Sequence[int]) -> Ints:

@@ -9,4 +9,5 @@ memory.py       the memory of one device on such a sheet
 front.py        the picture of the first pages
 passes.py, objectives.py, budgets.py, offload.py, placements.py, any_timing.py    the pictures of one page each
 blocks.py       a schedule as optpipe plot draws it
+spread.py       a layer in the last stage and on every device
 """

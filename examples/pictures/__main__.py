@@ -17,11 +17,12 @@ from examples.pictures import (
     placements,
     recomputation,
     slices,
+    spread,
 )
 from optpipe.plot.figure import encode, settings
 from optpipe.plot.panel import Panel
 
-MODULES = (front, passes, objectives, budgets, offload, recomputation, slices, blocks, placements, any_timing)
+MODULES = (front, passes, objectives, budgets, offload, recomputation, slices, blocks, spread, placements, any_timing)
 PICTURES: Mapping[str, Callable[[], Panel]] = {
     name: draw for module in MODULES for name, draw in module.PICTURES.items()
 }

@@ -11,7 +11,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
 from examples.pictures.memory import draw_memory, highest_bytes
-from optpipe.kinds import COPIES, KINDS, STREAM_OF_KIND, codes
+from optpipe.kinds import COPIES, KIND, STREAMS, codes
 from optpipe.plot.legend import draw_legend_row
 from optpipe.plot.panel import (
     GUTTER_INCHES,
@@ -112,8 +112,7 @@ def _layout(strips: Sequence[Strip]) -> list[Rows]:
 
 def _streams(timed: Simulation, device: int) -> list[int]:
     """Streams that a device uses; always the compute stream."""
-    kinds = timed.ops[timed.device_slice(device)].kind
-    return sorted({COMPUTE, *np.asarray(STREAM_OF_KIND)[kinds].tolist()})
+    return sorted({COMPUTE, *timed.ops[timed.device_slice(device)].stream.tolist()})
 
 
 def _boxes(strip: Strip, rows: Rows) -> list[Box]:
@@ -121,13 +120,13 @@ def _boxes(strip: Strip, rows: Rows) -> list[Box]:
     for k, (op, device, start_us, end_us) in enumerate(
         zip(timed.ops, timed.device, timed.start_us, timed.end_us, strict=True)
     ):
-        lane = rows.lanes.get((int(device), STREAM_OF_KIND[KINDS.index(op.kind)]))
+        lane = rows.lanes.get((int(device), STREAMS.index(op.stream)))
         if lane:
             if k in joined:
                 lane = Lane(lane.top if op.kind == "F" else lane.middle, lane.height / 2)
             problem = timed.problem
             stages = problem.stages_of[device]
-            shade = stages.index(op.stage), len(stages)
+            shade = (stages.index(op.stage) if op.kind in KIND else 0), len(stages)
             if strip.microbatch_shades:
                 shade = op.microbatch // problem.slice_count, problem.microbatches
             colour = op_colour(op.kind, *shade)
@@ -164,7 +163,7 @@ def _draw_words(panel: Panel, strip: Strip, rows: Rows) -> None:
 
 def _draw_legend(panel: Panel, strips: Sequence[Strip]) -> None:
     """Draw the legend: kinds of op in the upper row; shades, idle time and memory in the lower one."""
-    kinds = {KINDS[code] for strip in strips for code in strip.timed.ops.kind.tolist()}
+    kinds = {kind for strip in strips for kind in strip.timed.ops.kinds}
     stages = max(len(stages) for strip in strips for stages in strip.timed.problem.stages_of)
     entries = op_entries(kinds, stages)
     if any(strip.microbatch_shades for strip in strips):

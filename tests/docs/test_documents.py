@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from instances import uniform
 from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import load_model
 from optpipe.cluster.software import MEGATRON
@@ -14,6 +15,7 @@ from optpipe.document import Document
 from optpipe.layers import Layer, LayerProfile
 from optpipe.problem import Device, Problem
 from optpipe.schedule import DevicePlan, Schedule, ScheduledOp
+from optpipe.spread import SpreadPass
 from optpipe.stage import ActivationMode, Stage
 from solver.layout.cluster_plan import plan_cluster
 from solver.layout.fitting import Job
@@ -24,6 +26,7 @@ PAGE = ROOT / "docs" / "reference" / "documents.md"
 DOCUMENTS: dict[str, tuple[type[Document], dict[str, type[Document]]]] = {
     "Problem": (Problem, {"devices": Device, "stages": Stage}),
     "Activation modes": (ActivationMode, {}),
+    "Spread passes": (SpreadPass, {}),
     "Schedule": (Schedule, {"devices": DevicePlan}),
     "Layers": (LayerProfile, {"layers": Layer}),
 }
@@ -55,8 +58,9 @@ def test_every_field_of_a_plan() -> None:
 
 
 def test_the_examples_are_read() -> None:
-    problem, modes, op = (json.loads(block.text) for block in blocks_of(PAGE) if block.language == "json")
+    problem, modes, spread, op = (json.loads(block.text) for block in blocks_of(PAGE) if block.language == "json")
     assert Problem.from_data(problem).microbatches == 4
     stage = Stage.from_data(problem["stages"][0] | {"modes": modes})
     assert [mode.recomputed_bytes for mode in stage.choices] == [0, 0, 40, 90, 90]
+    assert Problem.from_data(uniform(4, 8).to_data() | spread).pass_names == ("S", "T")
     assert str(ScheduledOp.from_data(op).key) == "F0.2"

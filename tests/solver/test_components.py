@@ -16,13 +16,22 @@ from solver.strategy import SharedIncumbent, auto_subsolvers
 from solver.warm_starts import offer_published, starts
 from tests.optpipe.test_spread import vocabulary
 from tests.recomputing import recomputing
+from tests.solver.published.test_dualpipe_v import v_blocks
 from tests.unequal import times, unequal
 
 MODES = recomputing(4, 8, offload=HALF)
 FREE = unequal(3, 6, microbatch_factors=times(*[1, 2] * 3), microbatch_order="free")
 SLICED = unequal(3, 6, 30, slices={"count": 2, "factors": {"forward": [1, 2]}})
 SPREAD = Problem.from_data(vocabulary(3, 6))
-PROBLEMS = [uniform(3, 6, budget=8, offload=HALF), uniform(3, 6, v_shape=True), MODES, FREE, SLICED, SPREAD]
+PROBLEMS = [
+    uniform(3, 6, budget=8, offload=HALF),
+    uniform(3, 6, v_shape=True),
+    MODES,
+    FREE,
+    SLICED,
+    SPREAD,
+    v_blocks(2, 4, 2),
+]
 
 
 def test_they_are_those_of_the_rooms() -> None:

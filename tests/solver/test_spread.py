@@ -22,6 +22,7 @@ from solver.serial import serial_orders
 from solver.solve import solve
 from tests.optpipe.test_spread import Data, random_problem, vocabulary
 from tests.sample import examples
+from tests.solver.published.test_dualpipe_v import v_blocks
 
 
 def limited(data: Data, budgets: list[int] | None, *, fused: bool = False) -> Problem:
@@ -165,6 +166,18 @@ def test_no_bound_exceeds_a_schedule(seed: int) -> None:
     orders = serial_orders(problem)
     assert orders is not None
     assert lower_bound_us(problem) <= simulate(problem, orders).value_us * (1 + 1e-9)
+
+
+def test_blocks_stand_beside_passes() -> None:
+    """Blocks of stages that no gate delays are joined in orders with passes, and no bound exceeds what they save."""
+    data = v_blocks(2, 4, 2.0).to_data()
+    data["overlaps"] = [pair for pair in data["overlaps"] if 3 not in pair.values()]
+    data |= {"spread": [{"name": "S", "us": [1, 1], "after": [{"op": "F", "stage": 3}]}]}
+    data["gates"] = [{"op": "B", "stage": 3, "after": [{"pass": "S"}]}]
+    problem = Problem.from_data(data)
+    schedule = solve(problem, "auto", Limits(6, workers=1))
+    assert verify(schedule).ok
+    assert schedule.value_us <= solve(Problem.from_data(data | {"overlaps": []}), "auto", Limits(6, workers=1)).value_us
 
 
 def test_a_schedule_passes_between_processes() -> None:
