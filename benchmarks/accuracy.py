@@ -276,10 +276,12 @@ simulator predicts how much faster each is: throughput over that of the schedule
 - PipeOffload (2503.01328): utilisation was read from a figure and rounded to 0.01, which moves a ratio by 2 %. What
   copies take from compute is not in these costs: where PO-F is as fast as PO-H by our times, it was slower by 5 to 6 %.
   GIS-H at 16,384 tokens held 51 GB of 80, and was slower than PO-H for a reason that the costs do not hold.
-- Vocabulary Parallelism (2411.05288): passes of each device are in the artifact of its repository. The simulator has
-  no passes over all devices: rows of `vocab-1` and `vocab-2` are the closed form of these schedules. Layers run slower
-  beside the passes of the vocabulary, F by 9 to 10 % and B and W by 7 %. This was seen for 256k words alone, and is
-  counted there. The costs of the other rows are those of runs without such passes, and predictions are 7 to 9 % too
+- Vocabulary Parallelism (2411.05288): passes of each device are in the artifact of its repository. Rows of `vocab-1`
+  and `vocab-2` are the closed form of these schedules for means of them, costed as without such passes. Simulated with
+  their own passes of each device the 32 runs are within
+  [2 % but for long sequences with small vocabularies](benchmarks/training.md#a-vocabulary-layer-on-all-devices). Layers
+  run slower beside the passes of the vocabulary, F by 9 to 10 % and B and W by 7 %. This was seen for 256k words alone,
+  and is counted there. The costs of the other rows are those of runs without such passes, and predictions are 7 to 9 % too
   high. How many layers the last stage kept when they were spread anew is certain for 256k words alone: none.
 """
 _FAR = """

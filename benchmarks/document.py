@@ -32,6 +32,7 @@ from benchmarks import (
     unequal,
     updates,
     value_over_time,
+    vocabulary,
 )
 from benchmarks.marks import between, marked
 from benchmarks.section import SIZES, Section, say
@@ -53,7 +54,7 @@ PAGES = (
     Page(
         "training",
         "Training steps and plans",
-        (executor, predicted_steps, published_plans, updates, long_sequences, lengths),
+        (executor, predicted_steps, published_plans, updates, long_sequences, lengths, vocabulary),
     ),
     Page("service", "The service under load", (service_load, fleet)),
 )
