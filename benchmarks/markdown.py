@@ -7,7 +7,6 @@ from importlib.metadata import version
 from os import getloadavg
 from pathlib import Path
 
-from optpipe.units import number_text
 from solver.limits import available_cores
 
 Row = Sequence[str]
@@ -20,8 +19,8 @@ def table(head: Row, rows: Sequence[Row], text_columns: int) -> str:
 
 
 def time_text(time_us: float) -> str:
-    """Format microseconds, with thousands separated."""
-    return number_text(time_us, 1)
+    """Format microseconds, with thousands separated, and a decimal unless they are whole."""
+    return f"{time_us:,.{0 if float(time_us).is_integer() else 1}f}"
 
 
 def seconds_text(seconds: float | None) -> str:

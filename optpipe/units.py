@@ -18,11 +18,6 @@ TIME_UNITS = (Unit("s", 1e6), Unit("ms", 1e3), Unit("µs", 1.0))
 MEMORY_UNITS = (Unit("TiB", 2.0**40), Unit("GiB", 2.0**30), Unit("MiB", 2.0**20), Unit("KiB", 2.0**10), Unit("B", 1.0))
 
 
-def number_text(value: float, decimals: int) -> str:
-    """A number with thousands separators; `decimals` apply unless it is an integer."""
-    return f"{value:,.{0 if float(value).is_integer() else decimals}f}"
-
-
 def share_text(share: float) -> str:
     """A share as a percentage with two decimals; no sign of a zero, which rounding makes of a bubble."""
     return f"{100 * share:z.2f} %"

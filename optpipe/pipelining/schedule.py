@@ -195,11 +195,6 @@ class PlannedSchedule:
         return self._stages
 
     @property
-    def runtime_stages(self) -> Mapping[int, SubmoduleStage]:
-        """The stages of this rank as the runtime has them, by number; empty before the first step."""
-        return self._runtime_stages
-
-    @property
     def message_bytes(self) -> Sequence[int]:
         """Bytes that a microbatch sends from each stage to the next; empty before the first step."""
         return [size_bytes(spec) for spec in self._messages]

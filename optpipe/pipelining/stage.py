@@ -18,7 +18,6 @@ from optpipe.pipelining.layouts import Layouts, from_local, to_local
 from optpipe.runtime import Stage
 from optpipe.runtime.loss import Losses, total_loss
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
-from optpipe.runtime.recomputation import Segments
 from optpipe.runtime.stage import storages
 from optpipe.runtime.weight_gradients import is_distributed
 
@@ -117,60 +116,25 @@ class SubmoduleStage(Stage):
             self._shares.end()
         self._shares = self._weight_gradients.observer = None
 
-    def forward(
-        self, microbatch: int, received: Tree, target: Tree | None, offloads: bool, fused: bool = False
-    ) -> Tree:
-        """F, as every stage does it; the last one leaves its loss in the batch."""
+    def _run(
+        self, microbatch: int, *given: Any, loss_apart: bool = False, again: bool = False, **more: Any
+    ) -> tuple[Any, Tree]:
+        """F, or F again in C; the last stage leaves its output and loss in the batch, once."""
         self._gather_ahead.begin_forward()
-        output = super().forward(microbatch, received, target, offloads, fused)
-        self._expect_shares(microbatch)
-        return self._nothing if self._is_last else output
-
-    def forward_keeping_input(
-        self, microbatch: int, received: Tree, target: Tree | None, offloads: bool, fused: bool = False
-    ) -> Tree:
-        """F of a microbatch that is recomputed."""
-        self._gather_ahead.begin_forward()
-        output = super().forward_keeping_input(microbatch, received, target, offloads, fused)
-        return self._nothing if self._is_last else output
-
-    def forward_keeping_block_inputs(
-        self,
-        segments: Segments,
-        microbatch: int,
-        received: Tree,
-        target: Tree | None,
-        offloads: bool,
-        fused: bool = False,
-    ) -> Tree:
-        """F of a microbatch some of whose blocks are recomputed."""
-        self._gather_ahead.begin_forward()
-        output = super().forward_keeping_block_inputs(segments, microbatch, received, target, offloads, fused)
-        self._expect_shares(microbatch)
-        return self._nothing if self._is_last else output
-
-    def recompute(self, microbatch: int) -> None:
-        """C. Outputs and losses are there since F."""
-        if microbatch in self._graphs:  # the graph of F, blocks of which run again
-            super().recompute(microbatch)
-            return
-        self._gather_ahead.begin_forward()
-        self._again = True
+        self._again = again
         try:
-            super().recompute(microbatch)
+            graph, output = super()._run(microbatch, *given, loss_apart=loss_apart, again=again, **more)
         finally:
             self._again = False
-        self._expect_shares(microbatch)
+        if self._shares is not None and not loss_apart:  # a graph without its loss is not kept for a backward
+            self._shares.expect(microbatch, graph.roots)
+        return graph, self._nothing if self._is_last else output
 
     @contextmanager
     def running_again(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
         """Context in which blocks run again, whose parameters may be in shards."""
         with fsdp.gathered(self.module, blocks), self._gather_ahead.aside():
             yield
-
-    def _expect_shares(self, microbatch: int) -> None:
-        if self._shares is not None:
-            self._shares.expect(microbatch, self._roots(microbatch))
 
     def evaluate(self, microbatch: int, received: Tree, target: Tree | None) -> Tree:
         """F without a backward; the last stage leaves output and loss in the batch."""

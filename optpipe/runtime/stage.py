@@ -48,6 +48,11 @@ class _Graph:
     loss: _LossGraph | None = None
     segments: Sequence[Segment] = ()
 
+    @property
+    def roots(self) -> list[Any]:
+        """Autograd nodes at which the backward begins; None for what has no gradient."""
+        return self.exit.nodes + (self.loss.exit.nodes if self.loss else [])
+
 
 @dataclass
 class _LossGraph:
@@ -536,11 +541,6 @@ class Stage:
         self._inputs.clear()
         self._weight_gradients.clear()
         self.sequences.clear()
-
-    def _roots(self, microbatch: int) -> list[Any]:
-        """Autograd nodes at which the backward of a microbatch begins; None for what has no gradient."""
-        graph = self._graphs[microbatch]
-        return graph.exit.nodes + (graph.loss.exit.nodes if graph.loss else [])
 
     def _output(self, _microbatch: int, received: Tree) -> Tree:
         """The output of the module; a subclass may call its module with other arguments."""

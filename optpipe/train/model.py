@@ -135,11 +135,6 @@ class Model:
         assert not self._updates.pending, "the last step is settled"
         self._set_step(step)
 
-    @property
-    def snapshot_bytes(self) -> int:
-        """Memory of the copies that rollback keeps."""
-        return self._updates.snapshot.size_bytes
-
     def step(
         self,
         batch: Batch,

@@ -114,7 +114,7 @@ def test_the_copies_take_what_is_said_and_only_where_an_update_may_be_undone() -
         model = Model(config, compile_schedule(SCHEDULES["1F1B"]), Launch(4), optimistic=True)
         run(model)
         parameters = [p for stage in model.stages.values() for p in stage.module.parameters()]
-        return model.snapshot_bytes, sum(p.nbytes for p in parameters)
+        return model._updates.snapshot.size_bytes, sum(p.nbytes for p in parameters)
 
     adamw, parameters_bytes = copies_bytes()
     assert adamw == pytest.approx(3 * parameters_bytes, rel=0.01)
