@@ -63,9 +63,10 @@ def bytes_text(size_bytes: float, unit: Unit | None = None) -> str:
 
 
 def idle_text(idle_us: Sequence[float], unit: Unit) -> str:
-    """Idle times of a device before, within and after its ops, with three digits each: ``idle 20 + 4 + 0 ms``."""
-    times = (us / unit.size if us >= unit.size / 1000 else 0.0 for us in idle_us)
-    return f"idle {' + '.join(f'{time:,.0f}' if time >= 100 else f'{time:.3g}' for time in times)} {unit.name}"
+    """Idle times of a device before, within and after its ops, with two decimals at most: ``idle 20 + 4 + 0 ms``."""
+    times = [us / unit.size for us in idle_us]
+    texts = [f"{time:,.0f}" if time >= 100 else f"{round(time, 1 if time >= 10 else 2):g}" for time in times]
+    return f"idle {' + '.join(texts)} {unit.name}"
 
 
 def budget_text(used_bytes: float, budget_bytes: int | None) -> str:

@@ -45,14 +45,15 @@ export function timeText(timeUs, unit) {
 }
 
 /**
- * Idle times of a device before, within and after its ops, each with three digits at most: ``idle 20 + 4 + 0 ms``.
+ * Idle times of a device before, within and after its ops, with two decimals at most: ``idle 20 + 4 + 0 ms``.
  *
  * @param {number[]} idleUs
  * @param {Unit} unit
  */
 export function idleText(idleUs, unit) {
-  const times = idleUs.map((us) => (us >= unit.size / 1000 ? us / unit.size : 0));
-  const texts = times.map((time) => (time >= 100 ? time.toLocaleString("en-US", { maximumFractionDigits: 0 }) : +time.toPrecision(3)));
+  const times = idleUs.map((us) => us / unit.size);
+  const decimals = (/** @type {number} */ time) => (time >= 100 ? 0 : time >= 10 ? 1 : 2);
+  const texts = times.map((time) => time.toLocaleString("en-US", { maximumFractionDigits: decimals(time) }));
   return `idle ${texts.join(" + ")}${NO_BREAK_SPACE}${unit.name}`;
 }
 
