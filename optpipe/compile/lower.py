@@ -159,7 +159,7 @@ def compile_schedule(
     plan = Plan(placement, orders, times, reload_begins_us(orders, times), host.slab_of)
     lists = insert_releases(lower(plan))
     modes, slices = _mode_names(problem, orders), problem.slice_count
-    program = Program(problem.microbatches, placement, lists, host.slabs, modes, slices)
+    program = Program(problem.microbatches, placement, lists, host.slabs, modes, slices, dict(orders.blocks))
     if reduce_gradients:
         program = _insert_reduces(program, (reduce_every or program.microbatches) * slices)
     if gather_parameters:

@@ -13,6 +13,7 @@ from optpipe.compile.program import COLLECTIVES, RECEIVES, SENDS, Action, Progra
 from optpipe.costs import Effect, device_effect, implied_mode, sizes_bytes
 from optpipe.errors import BudgetError
 from optpipe.kinds import BACKWARDS, COPIES, KINDS, LAST_BACKWARDS
+from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.stage import Mode, Stage
 
@@ -51,8 +52,9 @@ def planned_peaks_bytes(
     holds the sizes of its stages (activation, backward weight, workspace, offload) and units, `message_bytes[b]` the
     size of a message over the boundary between stages b and b+1 in each direction. A message counts on its receiver
     from the receive until the op that uses it starts, and on its sender from the end of the op that made it until it is
-    sent. An offloaded activation counts until RELEASE, and again from PREPARE. `replicas`: of each stage, if it has
-    any. `of_units`: for each unit the stages with its sizes, where these were measured.
+    sent. Both ops of a block run at once. An offloaded activation counts until RELEASE, and again from PREPARE.
+    `replicas`: of each stage, if it has any. `of_units`: for each unit the stages with its sizes, where these were
+    measured.
     """
     beside = replicas or [ReplicaMemory()] * len(problem.stages)
     sizes = _UnitSizes.planned(problem) if of_units is None else _UnitSizes.measured(of_units)
@@ -199,7 +201,7 @@ def _levels(
         of_boundary = message_bytes[boundary]
         return of_boundary if isinstance(of_boundary, int) else of_boundary[unit]
 
-    level = 0
+    level, of_blocks = 0, dict[Op, int]()
     for action in program.devices[device]:
         stage, kind = action.stage, action.kind
         if kind in SENDS:
@@ -233,6 +235,10 @@ def _levels(
                 used, made = previous, following
             elif kind in BACKWARDS:
                 used, made = following, previous if stage > program.first_trained else 0
-            for change in (effect.at_start - used, effect.at_end + made):
+            at_end = effect.at_end + made
+            if action.key in program.blocks:  # what its F holds for a moment may be there beside that of its backward
+                of_blocks[program.blocks[action.key]], at_end = at_end, 0
+            at_end += of_blocks.pop(action.key, 0)
+            for change in (effect.at_start - used, at_end):
                 level += change
                 yield action, level

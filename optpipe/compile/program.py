@@ -130,7 +130,8 @@ class Program:
 
     `slabs[d]` are the host buffers of device d, allocated once before the first step; empty without offload. `modes`
     names the activation mode of each (stage, microbatch) that is neither kept nor offloaded whole. With `slices` of
-    each microbatch, what actions call their microbatch is a unit, ``microbatch * slices + slice``.
+    each microbatch, what actions call their microbatch is a unit, ``microbatch * slices + slice``. `blocks[op]`: the
+    fused backward that is planned as one block with an F.
     """
 
     microbatches: int
@@ -139,6 +140,7 @@ class Program:
     slabs: tuple[tuple[Slab, ...], ...] = ()
     modes: Mapping[tuple[int, int], str] = field(default_factory=dict)
     slices: int = 1
+    blocks: Mapping[Op, Op] = field(default_factory=dict)
 
     @property
     def units(self) -> int:

@@ -23,6 +23,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """True if FSDP wraps the module or a part of it."""
+    return any(True for _ in _wrapped(module))
+
+
 def begin_step(module: nn.Module) -> None:
     """Add gradients up without reducing them; parameters stay gathered after a backward as they do after a forward.
 

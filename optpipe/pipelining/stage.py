@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from optpipe.pipelining.layouts import Layouts, from_local, to_local
 from optpipe.runtime import Stage
 from optpipe.runtime.loss import Losses, total_loss
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
+from optpipe.runtime.parts import InParts, Part
 from optpipe.runtime.stage import storages
 from optpipe.runtime.weight_gradients import is_distributed
 
@@ -130,6 +132,23 @@ class SubmoduleStage(Stage):
             self._shares.expect(microbatch, graph.roots)
         return graph, self._nothing if self._is_last else output
 
+    @cached_property
+    def parts(self) -> Sequence[Part]:
+        """Parts of the submodule; none within a wrapper that shares out parameters, or reduces in the backward."""
+        wrapped = isinstance(self.module, DistributedDataParallel) or fsdp.is_wrapped(self.module)
+        return () if wrapped else super().parts
+
+    def forward_in_parts(
+        self, microbatch: int, received: Tree, target: Tree | None, fused: bool = False
+    ) -> InParts[Tree]:
+        """F part by part; at once where the microbatch has keyword arguments, which parts do not take."""
+        if self.batch.kwargs[microbatch]:
+            return self.forward(microbatch, received, target, offloads=False, fused=fused)
+        output = yield from super().forward_in_parts(microbatch, received, target, fused)
+        if self._shares is not None:
+            self._shares.expect(microbatch, self._graphs[microbatch].roots)
+        return self._nothing if self._is_last else output
+
     @contextmanager
     def running_again(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
         """Context in which blocks run again, whose parameters may be in shards."""
@@ -160,18 +179,36 @@ class SubmoduleStage(Stage):
         self._begin_backward(microbatch)
         return super().backward(microbatch, gradient)
 
+    def backward_in_parts(self, microbatch: int, gradient: Gradient) -> InParts[Gradient]:
+        """BW part by part."""
+        self._begin_backward(microbatch)
+        return (yield from super().backward_in_parts(microbatch, gradient))
+
     def _begin_backward(self, microbatch: int) -> None:
         self._gather_ahead.begin_backward()
         if self._shares is not None:
             self._shares.microbatch = microbatch
 
     def _output(self, microbatch: int, received: Tree) -> Tree:
-        if any(self.receives):
-            received = from_local(received, self.receives, self._stage)
-        args = tuple(received) if isinstance(received, tuple | list) else (received,)
+        args = self._arguments(received)
         # DistributedDataParallel would reduce in the backward; GradientCompletion does at the end of the step.
         with self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext():
             output = self.module(*args, **self.batch.kwargs[microbatch])
+        return self._returned(microbatch, output)
+
+    def _output_of_part(self, microbatch: int, number: int, received: Tree) -> Tree:
+        run = self.parts[number].run
+        output = run(received) if number else run(*self._arguments(received))
+        return self._returned(microbatch, output) if number == len(self.parts) - 1 else output
+
+    def _arguments(self, received: Tree) -> tuple[Any, ...]:
+        """Positional arguments of the submodule."""
+        if any(self.receives):
+            received = from_local(received, self.receives, self._stage)
+        return tuple(received) if isinstance(received, tuple | list) else (received,)
+
+    def _returned(self, microbatch: int, output: Any) -> Tree:
+        """What the submodule returned, as the next stage gets it."""
         if self._is_last:
             if self.batch.keeps_outputs and not self._again:
                 self.batch.outputs[microbatch] = _detached(output)

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from math import floor
 from statistics import mean
 from typing import Any, Self
@@ -26,6 +26,7 @@ from optpipe.mode_names import (
 )
 from optpipe.problem import Problem
 from optpipe.profile.ops import (
+    BLOCK,
     ClockName,
     OnRound,
     Spread,
@@ -213,6 +214,8 @@ class Measured:
             "copy_channels": self.contention.channels.to_data(),
             "source": self.source,
         }
+        if overlaps := _overlaps(self.stages, stages):
+            data["overlaps"] = overlaps
         if self.slice_lengths:
             of_slices = [
                 [spread.median_us if spread else 0.0 for spread in one.spreads] for one in self.slice_transfers
@@ -315,7 +318,8 @@ def measure(
     sizes = measure_op_sizes(chain, device, recomputing)
     lossy = [name for name in modes if name in IN_LOW_PRECISION]
     timed = {s: [*names, *lossy] for s, names in recomputing.items()}
-    times = measure_op_times(chain, device, rounds, stopwatch_for(device, clock), on_round, timed)
+    pairs = [] if slices else _pairs(chain, placement)
+    times = measure_op_times(chain, device, rounds, stopwatch_for(device, clock), on_round, timed, pairs)
     held = held_bytes(chain, placement)
     own = {}
     for s, stage in chain.stages.items():
@@ -396,6 +400,27 @@ def _slice_transfers(
             known.append((chain.messages, found))
         transfers.append(found)
     return transfers
+
+
+def _pairs(chain: Chain, placement: Sequence[int]) -> list[tuple[int, int]]:
+    """Stages of this process that may run a forward and a backward as a block: of one device, with parts."""
+    able = [s for s, stage in chain.stages.items() if stage.parts and s >= chain.first_trained]
+    return [(f, b) for f, b in product(able, repeat=2) if placement[f] == placement[b]]
+
+
+def _overlaps(figures: Sequence[StageFigures], stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Blocks that were measured to be shorter than their two ops, for the field `overlaps` of a problem."""
+    overlaps = []
+    for b, one in enumerate(figures):
+        backward_us = stages[b]["backward_input_us"] + stages[b]["backward_weight_us"]
+        for kind, spread in one.times.items():
+            if kind.startswith(BLOCK):
+                f = int(kind.removeprefix(BLOCK))
+                forward_us = stages[f]["forward_us"]
+                us = max(_us(spread), forward_us, backward_us)
+                if us < forward_us + backward_us:
+                    overlaps.append({"forward_stage": f, "backward_stage": b, "us": us})
+    return overlaps
 
 
 def _modes_of(stage: Stage, blocks: int, modes: Sequence[str]) -> list[str]:

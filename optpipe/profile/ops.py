@@ -23,6 +23,8 @@ from optpipe.errors import InputError, Issue
 from optpipe.mode_names import IN_LOW_PRECISION, without_offload
 from optpipe.profile.subject import Chain
 from optpipe.runtime.activations import HostSlab
+from optpipe.runtime.messages import Tree
+from optpipe.runtime.parts import InParts, run_as_block, run_whole
 from optpipe.runtime.probe import Modes, SizeRange, StageSizes, measure_samples, size_range, unchanged, until_alike
 from optpipe.runtime.stage import Stage
 
@@ -235,6 +237,13 @@ def timed_kind(kind: str, mode: str | None) -> str:
     return f"{kind} {without_offload(mode)}"
 
 
+def kind_of_block(forward_stage: int) -> str:
+    """Kind under which a backward is timed together with the forward of a stage."""
+    return f"{BLOCK}{forward_stage}"
+
+
+BLOCK = "BW with F of stage "
+
 WARM_UP_ROUNDS = 2
 """Untimed rounds: threads start, memory is allocated, slabs grow to their size."""
 
@@ -249,13 +258,15 @@ def measure_op_times(
     watch: Stopwatch | None = None,
     on_round: OnRound = lambda _round, _rounds: None,
     modes: Mapping[int, Iterable[str]] | None = None,
+    pairs: Sequence[tuple[int, int]] = (),
 ) -> Mapping[int, Mapping[str, Spread]]:
     """Measure the times of each kind of op in each stage of this process, by `watch`; None: by the wall clock.
 
     A compiled stage has no B and W. For each of a stage's `modes` there are C, O and R under its `kinds_of_mode`; no C
-    for copies in low precision. Leaves no mark on the stages.
+    for copies in low precision. Of `pairs`, stages of a forward and a backward with parts, the backward's has the time
+    of their block under `kind_of_block`. Leaves no mark on the stages.
     """
-    times = measure_slice_times([chain], device, rounds, watch, on_round, modes)
+    times = measure_slice_times([chain], device, rounds, watch, on_round, modes, pairs)
     return {s: whole for s, [whole] in times.items()}
 
 
@@ -266,14 +277,15 @@ def measure_slice_times(
     watch: Stopwatch | None = None,
     on_round: OnRound = lambda _round, _rounds: None,
     modes: Mapping[int, Iterable[str]] | None = None,
+    pairs: Sequence[tuple[int, int]] = (),
 ) -> Mapping[int, Sequence[Mapping[str, Spread]]]:
     """Measure the times of each slice of a microbatch as `measure_op_times` does those of a whole one.
 
-    `slices` are the chains of the slices, all with the same stages.
+    `slices` are the chains of the slices, all with the same stages; `pairs` are for whole microbatches alone.
     """
     total = WARM_UP_ROUNDS + rounds
     with unchanged(slices[0].stages.values()):
-        measuring = _Rounds(slices, device, watch or stopwatch_for(device), modes or {})
+        measuring = _Rounds(slices, device, watch or stopwatch_for(device), modes or {}, pairs)
         for number in range(total):
             on_round(number, total)
             if number == WARM_UP_ROUNDS:
@@ -292,10 +304,15 @@ class _Rounds:
     """
 
     def __init__(
-        self, slices: Sequence[Chain], device: torch.device, watch: Stopwatch, modes: Mapping[int, Iterable[str]]
+        self,
+        slices: Sequence[Chain],
+        device: torch.device,
+        watch: Stopwatch,
+        modes: Mapping[int, Iterable[str]],
+        pairs: Sequence[tuple[int, int]],
     ) -> None:
         self.watch = watch
-        self._modes = modes
+        self._modes, self._pairs = modes, pairs
         self._slices, self._device, self._sample = slices, device, 0
         self._stages = slices[0].stages
         pinned = device.type == "cuda"
@@ -336,7 +353,22 @@ class _Rounds:
                     if mode not in IN_LOW_PRECISION:
                         self.watch.time(Key(kinds_of_mode(mode)[0], s, q), partial(stage.recompute, q))
                     stage.backward(q, self._slices[q].gradient(s, self._device))
+        for f, b in self._pairs:
+            self._block(f, b)
         self._sample = (self._sample + 1) % len(self._slices[0].batch)
+
+    def _block(self, f: int, b: int) -> None:
+        """A block of the forward of stage `f` and the backward of stage `b`, of two microbatches."""
+        chain, stages = self._slices[0], self._stages
+
+        def forward(s: int, microbatch: int) -> InParts[Tree]:
+            received, target = chain.received(s, self._device, self._sample), chain.target(s, self._sample)
+            return stages[s].forward_in_parts(microbatch, received, target, fused=True)
+
+        run_whole(forward(b, 0))
+        passes = stages[b].backward_in_parts(0, chain.gradient(b, self._device)), forward(f, 1)
+        self.watch.time(Key(kind_of_block(f), b), partial(run_as_block, *passes))
+        stages[f].backward(1, chain.gradient(f, self._device))
 
     def _forward(self, s: int, q: int, *, fused: bool) -> None:
         chain, forward = self._slices[q], self._stages[s].forward

@@ -2,6 +2,7 @@
 
 from optpipe.runtime.distributed import Gloo, Nccl
 from optpipe.runtime.messages import MessageSpec
+from optpipe.runtime.parts import Part
 from optpipe.runtime.pipeline import Pipeline
 from optpipe.runtime.probe import learn_messages, learn_shapes
 from optpipe.runtime.recorder import MemoryMeter
@@ -18,6 +19,7 @@ __all__ = [
     "MessageShapes",
     "MessageSpec",
     "Nccl",
+    "Part",
     "Pipeline",
     "SliceContext",
     "SplitBackward",

@@ -10,17 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from optpipe.compile.program import Action, Message, Program, excerpt
+from optpipe.compile.program import RECEIVES, Action, Message, Program, excerpt
 from optpipe.errors import RunFailedError, TrainingError
 from optpipe.kinds import BACKWARDS, covering
 from optpipe.mode_names import IN_LOW_PRECISION
+from optpipe.ops import Op
 from optpipe.runtime.activations import HostSlabs
 from optpipe.runtime.channel import Channel, Direction, TreeReceipt, open_channel
 from optpipe.runtime.messages import Spec, Tree
+from optpipe.runtime.parts import InParts, run_as_block, run_whole
 from optpipe.runtime.recorder import MemoryMeter, Recorder
 from optpipe.runtime.stage import Stage
 from optpipe.runtime.streams import Streams, Work
@@ -78,7 +81,7 @@ class BoundAction:
     """An action as calls. `arrival` runs before `work`: it enters the stream and waits for events and the message.
 
     The action must not start before the message of `gate` has arrived. `counted`: its allocations count as device
-    memory.
+    memory. `in_block`: the work where both ops of a block run part by part, all of it with the second; None: as `work`.
     """
 
     action: Action
@@ -86,11 +89,12 @@ class BoundAction:
     work: Work
     gate: MessageSlot | None
     counted: bool
+    in_block: Work | None = None
 
     @property
     def call(self) -> Work:
         """Arrival and work as one call."""
-        return _in_sequence(self.arrival, self.work)
+        return _in_sequence(self.arrival, self.in_block or self.work)
 
 
 @dataclass
@@ -121,6 +125,10 @@ class ActionBinder:
         self._slots: dict[Message, MessageSlot] = {}
         actions = parts.program.devices[parts.device]
         self._fused = {(action.stage, action.microbatch) for action in actions if action.kind in covering("B", "W")}
+        self._blocks = self._blocks_in_parts()
+        self._in_parts = {op[1:] for pair in self._blocks.items() for op in pair}
+        self._with_backward = frozenset(self._blocks.values())
+        self._passes: dict[Op, Callable[[], InParts[None]]] = {}
         self._work: Mapping[str, Callable[[Action], Work]] = {
             "F": self._forward,
             "B": lambda action: self._backward(action, self._stage(action).backward_input),
@@ -154,7 +162,34 @@ class ActionBinder:
         arrival = streams.arrival(action)
         if gate is not None:
             arrival = _in_sequence(arrival, gate.arrive)
-        return BoundAction(action, arrival, work, gate, counted=action.kind not in ("O", "SEND_F", "SEND_B"))
+        counted = action.kind not in ("O", "SEND_F", "SEND_B")
+        return BoundAction(action, arrival, work, gate, counted, self._in_block(action))
+
+    def _blocks_in_parts(self) -> dict[Op, Op]:
+        """The F of each block that runs part by part, by its backward: of stages that have parts, and kept.
+
+        Nothing but receives stands between both ops, and no other stream waits for the F: it ends with the backward.
+        """
+        parts, program = self._parts, self._parts.program
+        keys = [action.key for action in program.devices[parts.device] if action.kind not in RECEIVES]
+        behind = dict(pairwise(keys))
+        left = program.offloaded | program.recomputed | program.modes.keys()
+        return {
+            backward: forward
+            for forward, backward in program.blocks.items()
+            if behind.get(forward) == backward and forward not in program.awaited and not parts.evaluates
+            if all(parts.stages[op.stage].parts and op[1:] not in left for op in (forward, backward))
+        }
+
+    def _in_block(self, action: Action) -> Work | None:
+        """Work of an action that is an op of a block which runs part by part."""
+        if action.key in self._with_backward:
+            return _nothing
+        if action.key not in self._blocks:
+            return None
+        backward, forward = self._passes[action.key], self._passes[self._blocks[action.key]]
+        work = partial(_run_block, backward, forward)
+        return self._parts.streams.issuing(action, work, action.key in self._parts.program.awaited)
 
     def _stage(self, action: Action) -> Stage:
         return self._parts.stages[action.stage]
@@ -189,6 +224,8 @@ class ActionBinder:
         evaluate, evaluates = stage.evaluate, self._parts.evaluates
         used, made = self._used(action), self._slot("F", s, i)
         offloads, fused = (s, i) in program.offloaded, (s, i) in self._fused
+        if (s, i) in self._in_parts:
+            return self._part_by_part(action, partial(self._forward_in_parts, stage, i, fused, used, made))
 
         def work() -> None:
             received = used.take() if used is not None else batch.inputs[i]
@@ -204,6 +241,8 @@ class ActionBinder:
     def _backward(self, action: Action, backward: Callable[[int, Tree], Tree]) -> Work:
         i = action.microbatch
         used, made = self._used(action), self._slot("B", action.stage - 1, i)
+        if action.key in self._blocks:
+            return self._part_by_part(action, partial(self._backward_in_parts, self._stage(action), i, used, made))
 
         def work() -> None:
             gradient = backward(i, used.take() if used is not None else None)
@@ -211,6 +250,28 @@ class ActionBinder:
                 made.tree = gradient
 
         return work
+
+    def _part_by_part(self, action: Action, one: Callable[[], InParts[None]]) -> Work:
+        self._passes[action.key] = one
+        return lambda: run_whole(one())
+
+    def _forward_in_parts(
+        self, stage: Stage, i: int, fused: bool, used: MessageSlot | None, made: MessageSlot | None
+    ) -> InParts[None]:
+        batch = self._parts.batch
+        received = used.take() if used is not None else batch.inputs[i]
+        output = yield from stage.forward_in_parts(i, received, batch.targets[i] if made is None else None, fused)
+        if made is not None:
+            made.tree = output
+        else:
+            batch.losses[i].copy_(output)
+
+    def _backward_in_parts(
+        self, stage: Stage, i: int, used: MessageSlot | None, made: MessageSlot | None
+    ) -> InParts[None]:
+        gradient = yield from stage.backward_in_parts(i, used.take() if used is not None else None)
+        if made is not None:
+            made.tree = gradient
 
     def _offload(self, action: Action) -> Work:
         assert action.slab is not None, "an offload has a slab"
@@ -259,6 +320,14 @@ class ActionBinder:
 def _spec_of(batch: Batch, boundary: int, microbatch: int) -> Spec:
     """The spec of a message in the step that runs."""
     return batch.messages[microbatch][boundary]
+
+
+def _nothing() -> None:
+    """Nothing: the F of a block runs with its backward."""
+
+
+def _run_block(backward: Callable[[], InParts[None]], forward: Callable[[], InParts[None]]) -> None:
+    run_as_block(backward(), forward())
 
 
 def _in_sequence(first: Work | None, second: Work) -> Work:
@@ -385,6 +454,7 @@ class DeviceExecutor:
                 if recorder is None:
                     bound.call()
                     return
+                # Recorded ops run apart, so that each has a time of its own.
                 recorder.begin(number, action, stream)
                 if bound.arrival is not None:
                     bound.arrival()

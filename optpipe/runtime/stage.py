@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from optpipe.runtime.graph import Entry, Exit, enter, requires_gradient, with_gr
 from optpipe.runtime.loss import Loss, LossTerms, total_loss
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
 from optpipe.runtime.module_state import Weights, own_generators, unchanged
+from optpipe.runtime.parts import InParts, Part, block_parts
 from optpipe.runtime.recomputation import Replay, Sample, Segment, Segments, Values, parts_of, saving_nothing
-from optpipe.runtime.rng import AllGeneratorStates, OwnGenerator, RandomNumbers, never_draws
+from optpipe.runtime.rng import AllGeneratorStates, GeneratorStates, OwnGenerator, RandomNumbers, never_draws
 from optpipe.runtime.slices import Sequences, check_slices
 from optpipe.runtime.weight_gradients import (
     Splitting,
@@ -36,12 +37,11 @@ from optpipe.runtime.weight_gradients import (
 class _Graph:
     """State of a microbatch between F and B.
 
-    `loss`: the graph of its loss, where that is apart from the module's. `segments`: the blocks that are to run again,
-    in order.
+    `links`: begin and end of its graph, or of that of each part (`optpipe.runtime.parts`). `loss`: the graph of its
+    loss, where that is apart from the module's. `segments`: the blocks that are to run again, in order.
     """
 
-    entry: Entry | None
-    exit: Exit
+    links: list[tuple[Entry | None, Exit]]
     activations: ActivationStore | None
     loss_kind: tuple[torch.dtype, torch.device] | None
     splitting: Splitting
@@ -51,7 +51,8 @@ class _Graph:
     @property
     def roots(self) -> list[Any]:
         """Autograd nodes at which the backward begins; None for what has no gradient."""
-        return self.exit.nodes + (self.loss.exit.nodes if self.loss else [])
+        exits = [end for _, end in self.links] + ([self.loss.exit] if self.loss else [])
+        return [node for end in exits for node in end.nodes]
 
 
 @dataclass
@@ -221,6 +222,55 @@ class Stage:
         self._graphs[microbatch], output = self._run(microbatch, received, target, fused, saving)
         self._graphs[microbatch].activations = activations
         return output
+
+    @cached_property
+    def parts(self) -> Sequence[Part]:
+        """Parts by which it runs in blocks (`optpipe.runtime.parts`); none where it gives none, or cannot run so."""
+        return block_parts(self.module) if self.splits and self.sequences.count == 1 else ()
+
+    def forward_in_parts(
+        self, microbatch: int, received: Tree, target: Tree | None, fused: bool = False
+    ) -> InParts[Tree]:
+        """F of a microbatch that stays on the device, part by part. Returns as `forward`."""
+        splitting = Splitting.LARGE if fused and not self._autocast else Splitting.ALL
+        random = self.random if self._draws else None
+        states: GeneratorStates | None = None
+        links, loss_kind = [], None
+        for k, part in enumerate(self.parts):
+            drawing = states.again() if states else random.of(microbatch, self._device) if random else _NOTHING
+            with torch.enable_grad(), drawing, self._autocasting():
+                entry = None
+                with self._weight_gradients.forward(splitting):
+                    if k or self._enters:
+                        received, entry = enter(self._anchor, received)
+                    output = self._output_of_part(microbatch, k, received)
+                if self._loss is not None and k == len(self.parts) - 1:
+                    made, output = output, self._loss_of(microbatch, output, target)
+                    _check_gradient(output, made)
+                    loss_kind = (output.dtype, output.device)
+                    del made
+                states = GeneratorStates(self._device) if random else None
+            links.append((entry, Exit(output)))
+            received = output.detach() if isinstance(output, Tensor) else _detached(output)
+            del output
+            if part.exchanges:
+                yield
+        self._graphs[microbatch] = _Graph(links, None, loss_kind, splitting)
+        return received
+
+    def backward_in_parts(self, microbatch: int, gradient: Gradient) -> InParts[Gradient]:
+        """BW of such a microbatch, part by part. Returns as `backward`."""
+        graph = self._graphs.pop(microbatch)
+        gradient = self._gradient_at_end(graph, gradient)
+        exchanges = [part.exchanges for part in self.parts] if len(graph.links) > 1 else [False]
+        while graph.links:
+            entry, end = graph.links.pop()
+            with self._weight_gradients.backward(graph.splitting):
+                end.backward(gradient)
+            gradient = entry.gradient() if entry else None
+            if exchanges.pop():
+                yield
+        return gradient
 
     def forward_alone(
         self, microbatch: int, received: Tree, target: Tree | None, offloads: bool = False, fused: bool = False
@@ -403,7 +453,7 @@ class Stage:
                     _check_gradient(loss_of_output, output)
                     output = loss_of_output
                 loss_kind = (output.dtype, output.device)
-        graph = _Graph(entry, Exit(output), None, loss_kind, splitting, loss_graph)
+        graph = _Graph([(entry, Exit(output))], None, loss_kind, splitting, loss_graph)
         return graph, output.detach() if isinstance(output, Tensor) else _detached(output)
 
     def _loss_apart(self, microbatch: int, output: Tree, target: Tree | None) -> tuple[Tensor, _LossGraph | None]:
@@ -547,6 +597,10 @@ class Stage:
         output: Tree = self.module(received)
         return output
 
+    def _output_of_part(self, _microbatch: int, number: int, received: Tree) -> Tree:
+        """The output of a part of the module."""
+        return self.parts[number].run(received)
+
     def _loss_of(self, microbatch: int, output: Tree, target: Tree | None) -> Tensor:
         """The loss of the last stage; a subclass may call its loss with other arguments."""
         assert self._loss is not None, "only the last stage has a loss"
@@ -556,16 +610,24 @@ class Stage:
     def _backward(self, microbatch: int, graph: _Graph, gradient: Gradient) -> Gradient:
         if graph.activations:
             graph.activations.hand_over()
-        if graph.loss_kind is not None:
-            dtype, device = graph.loss_kind
-            gradient = torch.full((), self._gradient_scale, dtype=dtype, device=device)
+        gradient = self._gradient_at_end(graph, gradient)
         if graph.loss is not None:
             graph.loss.exit.backward(gradient)
             gradient = graph.loss.entry.gradient()
         with self.sequences.again(microbatch):
-            graph.exit.backward(gradient)
+            while graph.links:  # a graph that is done must not keep its gradient
+                entry, end = graph.links.pop()
+                end.backward(gradient)
+                gradient = entry.gradient() if entry else None
         self.sequences.release(microbatch)
-        return graph.entry.gradient() if graph.entry else None
+        return gradient
+
+    def _gradient_at_end(self, graph: _Graph, gradient: Gradient) -> Gradient:
+        """The gradient of the output, on the last stage that of the loss."""
+        if graph.loss_kind is None:
+            return gradient
+        dtype, device = graph.loss_kind
+        return torch.full((), self._gradient_scale, dtype=dtype, device=device)
 
     def _autocasting(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.type, self._autocast) if self._autocast else _NOTHING

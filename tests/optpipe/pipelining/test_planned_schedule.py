@@ -32,6 +32,7 @@ from optpipe.runtime.recorder import MemoryRecorder
 from optpipe.runtime.weight_gradients.split import Deferred
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
+from tests.optpipe.runtime.chains import InParts
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.recomputing import SELECTIVE, SELECTIVE_AND_OFFLOAD, random_executable
 from tests.sliced_schedules import microbatch_by_microbatch, sliced_problem
@@ -88,6 +89,33 @@ def test_a_running_schedule_is_not_replaced_by_one_with_slices() -> None:
     with pytest.raises(TrainingError, match=r"the schedule does not fit: the schedule cuts sequences into 2 slices"):
         schedule.replan(in_slices())
     assert schedule.schedule.problem.slice_count == 1
+
+
+def test_blocks_run_part_by_part() -> None:
+    stage = {"device": 0, "forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
+    stage |= {"activation_bytes": 1, "backward_weight_bytes": 1}
+    pairs = [{"forward_stage": f, "backward_stage": 1 - f, "us": 2} for f in range(2)]
+    data = {"format": "optpipe.problem/1", "microbatches": 2, "stages": [stage] * 2, "overlaps": pairs}
+    problem = Problem.from_data(data | {"devices": [{"memory_bytes": None}]})
+    names = ("F0.0", "F1.0", "F0.1", "BW1.0", "F1.1", "BW0.0", "BW1.1", "BW0.1")
+    ops = [Op(name.rstrip(".0123456789"), int(name[-3]), int(name[-1])) for name in names]
+    orders = Orders([DeviceOrders(ops)], blocks={ops[2]: ops[3], ops[4]: ops[5]})
+    begun: list[str] = []
+    modules = [InParts(str(s), begun, nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.0)) for s in range(2)]
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    expected = nn.functional.mse_loss(nn.Sequential(*modules)(x), y)
+    plain = torch.autograd.grad(expected, [p for module in modules for p in module.parameters()])
+    begun.clear()
+    found = [PipelineStage(module, s, 2, torch.device("cpu")) for s, module in enumerate(modules)]
+    planned = build_schedule(problem, orders, 0.0, "by hand", 0.0)
+    schedule, losses = PlannedSchedule(found, planned, loss_fn=nn.functional.mse_loss), list[Tensor]()
+    output = schedule.step(x, target=y, losses=losses)
+    gradients = [p.grad for module in modules for p in module.parameters()]
+    torch.testing.assert_close(gradients, [*plain])
+    torch.testing.assert_close(output, nn.Sequential(*modules)(x))
+    torch.testing.assert_close(torch.stack(losses).mean(), expected.detach())
+    together = ["B1.2", "B1.1", "F0.0", "F0.1", "B1.0", "F0.2"]
+    assert any(begun[k : k + 6] == together for k in range(len(begun)))
 
 
 def test_stages_that_are_not_those_of_this_rank() -> None:

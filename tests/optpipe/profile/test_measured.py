@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from optpipe.compile import compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import InputError
 from optpipe.layers import LayerProfile
 from optpipe.problem import Problem
+from optpipe.profile import measured as measured_module
 from optpipe.profile.measured import Measured, StageFigures, measure
-from optpipe.profile.ops import WARM_UP_ROUNDS, Spread, measure_op_times
+from optpipe.profile.ops import WARM_UP_ROUNDS, HostStopwatch, Spread, measure_op_times
 from optpipe.profile.subject import Subject, build_chain
 from optpipe.profile.transfers import Transfers, measure_transfers
-from optpipe.runtime import Mailbox, MemoryMeter, Pipeline
+from optpipe.runtime import Mailbox, MemoryMeter, Part, Pipeline
 from optpipe.runtime.messages import size_bytes
 from optpipe.runtime.probe import StageSizes, measure_stage
 from optpipe.verify import verify
@@ -70,6 +74,66 @@ def test_what_stages_of_a_device_share_is_held_once(placement: list[int], held: 
     found = measure(subject, build_chain(subject, CPU, 2, [0, 1, 2]), placement, CPU, 1)
     weight_bytes = 4 * WIDTH * WIDTH
     assert [stage.parameter_bytes for stage in found.stages] == [4 * weight_bytes * times for times in held]
+
+
+class _Around(torch.autograd.Function):
+    """The identity, with something to do before it in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[[], None], backward: Callable[[], None]) -> Tensor:
+        forward()
+        ctx.backward_does = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.backward_does()
+        return gradients[0], None, None
+
+
+class Exchanging(nn.Module):
+    """Computes, exchanges and computes, each for 5 us of its own clock; what follows an exchange waits for it."""
+
+    now_us = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.until_us = {"F": 0.0, "B": 0.0}
+
+    def _begin(self, direction: str) -> None:
+        self.until_us[direction] = Exchanging.now_us + 5
+
+    def _compute(self, direction: str) -> None:
+        Exchanging.now_us = max(Exchanging.now_us, self.until_us[direction]) + 5
+
+    def _part(self, run: Callable[[Tensor], Tensor], does: Callable[[str], None], *, exchanges: bool = False) -> Part:
+        return Part(lambda x: _Around.apply(run(x), partial(does, "F"), partial(does, "B")), exchanges)
+
+    def block_parts(self) -> list[Part]:
+        dispatch = self._part(nn.Identity(), self._begin, exchanges=True)
+        return [self._part(self.first, self._compute), dispatch, self._part(self.last, self._compute)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.block_parts():
+            x = part.run(x)
+        return x
+
+
+class _OwnClock(HostStopwatch):
+    def __init__(self) -> None:
+        super().__init__()
+        self._clock_ns = lambda: round(1000 * Exchanging.now_us)
+
+
+def test_pairs_of_stages_with_parts_are_measured_as_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other they take 30 us; in a block one of them computes while the other exchanges: 20 us."""
+    monkeypatch.setattr(measured_module, "stopwatch_for", lambda *_: _OwnClock())
+    stages: list[nn.Module] = [Exchanging(), nn.Linear(WIDTH, WIDTH), Exchanging()]
+    subject = Subject("mine", stages, torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), nn.functional.mse_loss)
+    problem = measure(subject, build_chain(subject, CPU, 2, [0, 1, 2]), [0, 1, 0], CPU, 3).problem(4)
+    assert [stage.duration_us("F") for stage in problem.stages] == [15, 0, 15]
+    assert problem.block_us == dict.fromkeys([(0, 0), (0, 2), (2, 0), (2, 2)], 20)
 
 
 def test_every_kind_is_timed_as_often_as_asked() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from optpipe.runtime import MessageSpec, Stage
+from optpipe.runtime import MessageSpec, Part, Stage
 
 WIDTHS = (6, 10, 4, 8, 5, 7)
 """Widths of the messages between stages: boundaries need not be equal."""
@@ -28,6 +29,23 @@ class Fragile(nn.Module):
         if self.calls_left == 0:
             raise ValueError("the layer broke")
         return x
+
+
+class InParts(nn.Sequential):
+    """Layers as parts of which every second one exchanges, and the passes of them that began, by name."""
+
+    def __init__(self, name: str, begun: list[str], *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.name, self.begun = name, begun
+
+    def block_parts(self) -> list[Part]:
+        return [Part(partial(self._run, k), exchanges=k % 2 == 1) for k in range(len(self))]
+
+    def _run(self, k: int, x: Tensor) -> Tensor:
+        self.begun.append(f"F{self.name}.{k}")
+        output: Tensor = self[k](x)
+        output.register_hook(lambda _: self.begun.append(f"B{self.name}.{k}"))
+        return output
 
 
 def chain(stages: int, dtype: torch.dtype = torch.float32, *, frozen: Collection[int] = ()) -> list[nn.Module]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,11 +17,12 @@ from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import TrainingError
 from optpipe.problem import Problem
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline, Stage
+from optpipe.runtime.parts import run_whole
 from optpipe.runtime.probe import StageSizes, measure_stage, with_measured_sizes
 from optpipe.schedule import Schedule
 from solver.blocks import joined_orders
 from solver.build import build_schedule
-from tests.optpipe.runtime.chains import M, batch, chain, gradients, plain_gradients, specs, stages_of
+from tests.optpipe.runtime.chains import InParts, M, batch, chain, gradients, plain_gradients, specs, stages_of
 from tests.recomputing import random_executable, with_frozen
 
 
@@ -71,6 +74,39 @@ def test_gradients_are_those_of_the_plain_step(name: str) -> None:
     assert (losses > 0).all()
 
 
+def test_passes_of_a_block_run_up_to_their_exchanges_in_turn() -> None:
+    """Gradients are those of the plain step, and the peak is at most that of ops that run one after the other."""
+    schedule, (inputs, targets), begun = SCHEDULES["V, blocks"], batch(4), list[str]()
+    modules: list[nn.Module] = [InParts(str(s), begun, *layers) for s, layers in enumerate(chain(4))]
+    meter = MemoryMeter()
+    pipeline(compile_schedule(schedule), modules).run(inputs, targets, meter)
+    torch.testing.assert_close(gradients(modules), plain_gradients(chain(4), inputs, targets), rtol=1e-5, atol=1e-7)
+    assert not any(meter.live_bytes.values())
+    planned = planned_peaks(schedule, [InParts(str(s), [], *layers) for s, layers in enumerate(chain(4))])
+    assert all(meter.peak_bytes[d] <= peak for d, peak in enumerate(planned)), (meter.peak_bytes, planned)
+    forward, backward = next(pair for pair in schedule.orders.blocks.items() if pair[0].stage in (0, 3))
+    f, b = forward.stage, backward.stage
+    together = [f"B{b}.3", f"F{f}.0", f"F{f}.1", f"B{b}.2", f"B{b}.1", f"F{f}.2", f"F{f}.3", f"B{b}.0"]
+    assert any(begun[k : k + 8] == together for k in range(len(begun)))
+
+
+def test_parts_draw_the_random_numbers_of_the_whole_module() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6), nn.Dropout()]
+    whole, parted = nn.Sequential(*layers), InParts("", [], *layers)
+    outputs = []
+    for module in (whole, parted):
+        stage = Stage(copy.deepcopy(module), first=True, seed=3)
+        x = torch.ones(2, 6)
+        outputs.append(stage.forward(0, x, None, offloads=False, fused=True))
+        if stage.parts:
+            outputs.append(run_whole(stage.forward_in_parts(1, x, None, fused=True)))
+            outputs.append(run_whole(stage.forward_in_parts(0, x, None, fused=True)))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[3])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
 def test_a_frozen_stage_runs_f_alone_and_gets_no_gradient() -> None:
     actions = [*compile_schedule(SCHEDULES["half is frozen"]).actions()]
     assert {action.kind for action in actions if action.stage < 2} == {"F", "SEND_F", "RECV_F"}
@@ -104,24 +140,28 @@ def test_offload_changes_no_bit_and_lowers_the_peak(without: str, with_offload: 
     assert peaks[1] < peaks[0]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_nothing_lives_after_a_step_and_the_peak_is_the_planned_one(name: str) -> None:
-    schedule, modules, (inputs, targets) = SCHEDULES[name], modules_of(name), batch(4)
-    program = compile_schedule(schedule)
-    pipe = pipeline(program, modules)
-    sizes = []
-    for (s, stage), around in zip(stages_of(modules_of(name)).items(), pairwise([None, *specs(4), None]), strict=True):
+def planned_peaks(schedule: Schedule, modules: list[nn.Module]) -> list[int]:
+    """Planned peak of each device, by the measured sizes of the modules."""
+    program, (inputs, targets), sizes = compile_schedule(schedule), batch(4), []
+    for (s, stage), around in zip(stages_of(modules).items(), pairwise([None, *specs(4), None]), strict=True):
         stage.join(s, (), program.first_trained)
         modes = {mode.name: ("CB", "CBW") for mode in schedule.problem.stages[s].modes if not mode.offload}
         sizes.append(measure_stage(stage, (inputs[0], targets[0]), *around, modes=modes))
-    planned = planned_peaks_bytes(
-        program, with_measured_sizes(schedule.problem, sizes), [spec.size_bytes for spec in specs(4)]
-    )
+    problem = with_measured_sizes(schedule.problem, sizes)
+    return planned_peaks_bytes(program, problem, [spec.size_bytes for spec in specs(4)])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_nothing_lives_after_a_step_and_the_peak_is_the_planned_one(name: str) -> None:
+    schedule, (inputs, targets) = SCHEDULES[name], batch(4)
+    pipe = pipeline(compile_schedule(schedule), modules_of(name))
+    planned = planned_peaks(schedule, modules_of(name))
     for _ in range(2):
         meter = MemoryMeter()
         pipe.run(inputs, targets, meter)
         assert not any(meter.live_bytes.values())
-        assert [meter.peak_bytes[d] for d in range(len(planned))] == planned
+        peaks = [meter.peak_bytes[d] for d in range(len(planned))]
+        assert peaks == planned or (schedule.orders.blocks and all(map(operator.le, peaks, planned)))
         assert all(slabs.in_use_bytes == 0 for slabs in pipe.host_slabs.values())
 
 

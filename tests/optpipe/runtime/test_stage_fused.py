@@ -19,7 +19,7 @@ def layer_nodes(width: int, *, fused: bool) -> str:
     stage = Stage(nn.Linear(width, width))
     stage.zero_gradients()
     stage.forward(0, torch.ones(2, width), None, False, fused)
-    (edge,) = stage._graphs[0].exit._edges
+    (edge,) = stage._graphs[0].links[0][1]._edges
     assert edge is not None
     return type(edge.node).__name__
 
@@ -66,6 +66,6 @@ def test_under_autocast_all_layers_split() -> None:
     stage = Stage(nn.Linear(SMALL, SMALL), autocast=torch.bfloat16)
     stage.zero_gradients()
     stage.forward(0, torch.ones(2, SMALL), None, False, fused=True)
-    (edge,) = stage._graphs[0].exit._edges
+    (edge,) = stage._graphs[0].links[0][1]._edges
     assert edge is not None
     assert type(edge.node).__name__ == "_SplitBackward"
