@@ -236,7 +236,7 @@ def _levels(
             elif kind in BACKWARDS:
                 used, made = following, previous if stage > program.first_trained else 0
             at_end = effect.at_end + made
-            if action.key in program.blocks:  # what its F holds for a moment may be there beside that of its backward
+            if action.key in program.blocks:  # both ops hold what they need for a moment at once
                 of_blocks[program.blocks[action.key]], at_end = at_end, 0
             at_end += of_blocks.pop(action.key, 0)
             for change in (effect.at_start - used, at_end):

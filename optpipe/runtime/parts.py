@@ -3,7 +3,7 @@
 A module says of which parts it consists by a method `block_parts`, which returns a list of `Part`: run one after the
 other they are its forward. A part that exchanges data with other devices begins its exchange and leaves the wait for it
 to the next part. In a block a pass runs up to its next exchange, then the other one runs: so it computes while the
-exchange of the first is under way. Of a layer of experts that is combine | attention and dispatch | experts and
+exchange of the first takes place. Of a layer of experts that is combine | attention and dispatch | experts and
 dispatch | experts and combine | attention, and so on, from the end of the backward's and the begin of the forward's
 module (the order of `overlap_moe_expert_parallel_comm` in Megatron-LM).
 """
@@ -60,7 +60,7 @@ def run_whole(one: InParts[Result]) -> Result:
 
 
 def run_as_block(backward: InParts[None], forward: InParts[None]) -> None:
-    """Run both passes to their ends; the other one goes on behind each exchange."""
+    """Run both passes to their ends; behind each exchange the other one continues."""
     passes = deque([backward, forward])
     while passes:
         try:
