@@ -9,7 +9,7 @@ own costs on each stage: those of the stage times factors. `Problem.stage_of` gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import mul
 from pathlib import Path
@@ -271,6 +271,20 @@ class Problem(Displayed, Document):
             return None
         first, last = (self.unit_factors(op.stage, op.microbatch) for op in (forward, backward))
         return scaled_us(time_us, max(first.forward, last.backward_input, last.backward_weight))
+
+    def hidden_us(self, blocks: Mapping[Op, Op]) -> list[float]:
+        """Time that blocks, from forwards to backwards, spare each device."""
+        hidden = [0.0] * len(self.devices)
+        for forward, backward in blocks.items():
+            first, last = (self.unit_factors(op.stage, op.microbatch) for op in (forward, backward))
+            before, behind = self.stages[forward.stage], self.stages[backward.stage]
+            apart_us = scaled_us(before.forward_us, first.forward)
+            apart_us += scaled_us(behind.backward_input_us, last.backward_input)
+            apart_us += scaled_us(behind.backward_weight_us, last.backward_weight)
+            together_us = self.block_of_units_us(forward, backward)
+            assert together_us is not None, "blocks are of pairs that may be one"
+            hidden[before.device] += apart_us - together_us
+        return hidden
 
     @model_validator(mode="after")
     def _factors_agree(self) -> Self:

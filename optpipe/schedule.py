@@ -418,7 +418,8 @@ class Schedule(Displayed, Document):
     @property
     def bubble_with_recomputation(self) -> float:
         """Share of the value in which the device with the most work does none of the model's own: C counts as idle."""
-        return 1 - max(self.problem.work_us) / self.value_us if self.value_us else 0.0
+        works = zip(self.problem.work_us, self.problem.hidden_us(self.orders.blocks), strict=True)
+        return 1 - max(work_us - hidden_us for work_us, hidden_us in works) / self.value_us if self.value_us else 0.0
 
     @property
     def largest_peak_bytes(self) -> int:

@@ -246,5 +246,6 @@ def _simulated(problem: Problem, orders: Orders, settings: Sequence[str], mode: 
     peaks = peak_budgets(problem, orders)
     budgets = [device.memory_bytes for device in problem.devices]
     short = [peak - budget for peak, budget in zip(peaks, budgets, strict=True) if budget is not None]
-    bubble = 1 - max(problem.work_us) / value_us if value_us else 0.0
+    works = zip(problem.work_us, problem.hidden_us(orders.blocks), strict=True)
+    bubble = 1 - max(work_us - hidden_us for work_us, hidden_us in works) / value_us if value_us else 0.0
     return Setting(settings, mode, bool(orders.blocks), value_us, bubble, peaks, max([0, *short]))

@@ -54,22 +54,23 @@ def read_pairs(
 def time_by_kind_us(schedule: Schedule) -> dict[str, float]:
     """Time of a schedule by what it goes to; the parts add up to its value.
 
-    Work is the mean of the devices' own, imbalance what the busiest has more. Transfers and copies are what the same
-    order gains where they take no time; the bubble is the rest.
+    Work is the mean of the devices' own, hidden what blocks spare of it, a negative part, imbalance what the busiest
+    has more. Transfers and copies are what the same order gains where they take no time; the bubble is the rest.
     """
     problem, orders = schedule.problem, schedule.orders
     busy_us = [device.busy_us for device in schedule.devices]
     count = len(busy_us)
     sent_us = simulate(without_transfers(problem), orders).value_us
     copied_us = simulate(without_copies(without_transfers(problem)), orders).value_us
-    work_us = sum(problem.work_us) / count
+    work_us, hidden_us = sum(problem.work_us) / count, sum(problem.hidden_us(orders.blocks)) / count
     return {
         "work": work_us,
+        "hidden": -hidden_us,
         "bubble": copied_us - max(busy_us),
         "imbalance": max(busy_us) - sum(busy_us) / count,
         "transfers": schedule.value_us - sent_us,
         "copies": sent_us - copied_us,
-        "recomputation": sum(busy_us) / count - work_us,
+        "recomputation": sum(busy_us) / count + hidden_us - work_us,
     }
 
 

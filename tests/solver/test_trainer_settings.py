@@ -174,6 +174,7 @@ def test_blocks_of_megatron_are_interleaved_1f1b_with_a_flag() -> None:
         build_schedule(problem, interleaved_1f1b(problem), 0.0, "by hand", 0.0), "megatron"
     )
     assert (hidden.settings, hidden.blocks, hidden.value_us) == (["--overlap-moe-expert-parallel-comm"], True, 504)
+    assert hidden.bubble == pytest.approx(1 - (480 - 5 * 6) / 504)  # the first device has the longest warm-up
     assert (plain.settings, plain.blocks, plain.value_us) == ([], False, 570)
 
 

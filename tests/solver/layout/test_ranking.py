@@ -92,6 +92,7 @@ def test_what_a_schedule_takes_adds_up() -> None:
     assert one.schedule is not None
     assert time_by_kind_us(one.schedule) == {
         "work": 45,
+        "hidden": 0,
         "bubble": 10,
         "imbalance": 15,
         "transfers": 10,
@@ -113,6 +114,18 @@ def test_what_a_schedule_takes_adds_up() -> None:
         assert kinds["work"] == 4 * 2 * 30
         seen |= {kind for kind, time_us in kinds.items() if time_us > 0}
     assert seen >= {"work", "bubble", "transfers", "recomputation"}
+
+
+def test_what_blocks_hide_is_a_part_of_what_a_schedule_takes() -> None:
+    layers = [BLOCK | {"repeat": 8, "parts": {"forward_us": [4, 2, 2, 2], "backward_us": [8, 2, 8, 2]}}]
+    given = LayerProfile.from_data({"format": "optpipe.layers/1", "layers": layers})
+    best = rank(candidates(given, Search(2, 8, (1,), ("interleaved-2",))), Limits(3.0))[0].schedule
+    assert best is not None
+    kinds, blocks = time_by_kind_us(best), len(best.orders.blocks)
+    assert (kinds["hidden"], kinds["recomputation"]) == (-blocks * 2 * 8 / 2, 0)  # two layers a stage, 8 us each
+    assert blocks > 0
+    assert sum(kinds.values()) == pytest.approx(best.value_us)
+    assert 0 <= best.bubble_with_recomputation == pytest.approx(best.bubble)
 
 
 def test_an_interrupt_keeps_what_was_rated() -> None:
