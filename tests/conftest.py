@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from tests.forked import forking
 from tests.ranks import RunRanks
 from tests.sample import FULL, SEED, examples
 from tests.torchrun import LOOPBACK
+
+# Threads of two processes that wait for one another on two processors take several times as long as one of each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline, and nothing judged by its time: a first example may compile a kernel or wait for a busy core.
 settings.register_profile(
@@ -78,6 +83,12 @@ def forked() -> Iterator[Path]:
     """A folder with commands whose processes are forked, and for which warnings are errors; see `tests.forked`."""
     with forking("-W", "error", environment=LOOPBACK) as folder:
         yield folder
+
+
+@pytest.fixture
+def forked_children(forked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let solves and plans in a process of their own begin in one that is forked."""
+    monkeypatch.setattr(sys, "executable", str(forked / "python"))
 
 
 @pytest.fixture(scope="session")

@@ -80,6 +80,9 @@ def serve(path: str) -> None:
     """Run commands until stdin ends, which it does with the tests; in each forked process, run one to its end."""
     for name in LOADED:
         import_module(name)
+    # What a command starts is forked as well; as the client is its parent's child, it does not look for its parent.
+    sys.executable = str(Path(path).with_name("python"))
+    import_module("solver.process.start").end_with_parent = lambda parent_pid: None  # type: ignore[attr-defined]
     gc.freeze()  # or collecting garbage writes to, and so copies, every page that the processes share
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path + ".new")
@@ -141,9 +144,9 @@ def _python(arguments: list[str]) -> None:
         case ["-W", action, *rest]:
             warnings.simplefilter(action)  # type: ignore[arg-type]
             _python(rest)
-        case ["-m", module, *rest]:
+        case ["-P", "-m", module, *rest] | ["-m", module, *rest]:
             sys.argv = [module, *rest]
-            sys.path.insert(0, os.getcwd())
+            sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep) if arguments[0] == "-P" else [os.getcwd()]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-", *rest]:
             sys.argv = arguments

@@ -13,7 +13,10 @@ import pytest
 from instances import uniform
 from instances.schedules import one_f_one_b
 from optpipe.cli import main
+from optpipe.problem import Problem
 from optpipe.schedule import schedule_text
+from solver.limits import Limits
+from solver.solve import solve
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(capsys: pytest.CaptureFixture[str], forked_children: None) -> Cli:
     """Runs `optpipe` with arguments."""
 
     def run(*arguments: object) -> Run:
@@ -62,10 +65,10 @@ def problem_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def schedule_file(cli: Cli, problem_file: Path, tmp_path: Path) -> Path:
+def schedule_file(problem_file: Path, tmp_path: Path) -> Path:
     """Its proved schedule."""
     path = tmp_path / "schedule.json"
-    assert cli("solve", problem_file, "-o", path).code == 0
+    path.write_text(schedule_text(solve(Problem.load(problem_file), "cp-sat", Limits(workers=1))))
     return path
 
 

@@ -27,6 +27,8 @@ from tests.optpipe.cli.conftest import Cli
 from tests.recomputing import COPY, FULL, one_f_one_b, recomputing
 from tests.sample import some
 
+PYTHON = sys.executable
+
 
 def test_solve_writes_a_verified_schedule_and_a_summary(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "s.json"
@@ -101,8 +103,9 @@ def test_solve_says_if_the_order_pays(
     assert ("built in" in out or "change nothing" in out) == bool(sentence), out
 
 
-def test_solve_stops_at_the_memory_it_may_take(cli: Cli, tmp_path: Path) -> None:
+def test_solve_stops_at_the_memory_it_may_take(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 MB are less than the solvers' own libraries: nothing is searched, but one microbatch after another fits."""
+    monkeypatch.setattr(sys, "executable", PYTHON)  # the memory of a forked process is not its client's
     path, out = tmp_path / "problem.json", tmp_path / "s.json"
     path.write_text(uniform(4, 8, budget=8).to_json())
     run = cli("solve", path, "-o", out, "--memory-limit", "40MB", "--json")

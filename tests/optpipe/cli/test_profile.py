@@ -17,6 +17,7 @@ from optpipe.verify import verify
 from tests.optpipe.cli.conftest import Cli
 from tests.optpipe.models import tiny_models
 from tests.ranks import RunRanks
+from tests.sample import some
 
 ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "examples" / "problems" / "gpt-320b-1000-gpus.toml"
@@ -182,7 +183,7 @@ def test_modes_of_stages_from_measured_layers_are_those_of_measured_stages(cli: 
             assert one.segment_bytes / 3 < other.segment_bytes <= one.segment_bytes, "a bound, but no loose one"
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("name", some(["llama", "gpt2", "qwen3-moe"]))
 def test_layers_predicted_for_a_machine_have_the_bytes_of_a_run(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
