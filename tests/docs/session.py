@@ -1,8 +1,8 @@
 """Runs the blocks of a page as a reader would: in order, in one shell, in an empty folder with the examples beside.
 
-Only searches are shorter than on the page, most of all where several methods are compared, and a solve without a limit
-has one: what a longer one finds is not compared with anything, and all pages together would keep two cores busy for
-minutes. So would loading torch for each process: these are forked (`tests.forked`).
+Only searches and measurements are shorter than on the page, most of all where several methods are compared, and a solve
+without a limit has one: what a longer one finds is not compared with anything, and all pages together would keep two
+cores busy for minutes. So would loading torch for each process: these are forked (`tests.forked`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,15 @@ optpipe() {
     [ "$1" != compare ] || most_s=1  # for each of a dozen methods
     for word in "$@"; do
         [ "$before" != --time-limit ] || [ "${word%.*}" -le $most_s ] || word=$most_s
+        [ "$before" != --rounds ] || word=1
         case $word in --time-limit | --deterministic-limit) limited=yes ;; esac
         words+=("$word") before=$word
     done
     [ "$1" != solve ] || [ "$limited" ] || words+=(--time-limit $most_s)
+    case "$* " in
+        *" --rounds "* | *" --machine "*) ;;
+        profile*" --model "*) words+=(--rounds 1) ;;
+    esac
     command optpipe "${words[@]}"
 }
 serving=

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from enum import EnumType
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -45,7 +46,7 @@ def test_a_command_within_a_sentence_is_a_name(page: Path) -> None:
 
 def check_names(place: str, words: list[str]) -> None:
     """Every word is a command, its option or a choice of that, a suite or an instance, or a placeholder in capitals."""
-    command: Any = typer.main.get_command(command_line())
+    command = program()
     known: set[str] = {"..."}
     for word in words:
         if word in getattr(command, "commands", {}):
@@ -57,6 +58,12 @@ def check_names(place: str, words: list[str]) -> None:
             known |= choices(options[word]) if word in options else set()
         else:
             assert word in known or Path(word).stem.isupper(), f"{place}: {word!r} is for a block, which is run"
+
+
+@cache
+def program() -> Any:
+    """All commands."""
+    return typer.main.get_command(command_line())
 
 
 def choices(option: Any) -> set[str]:
@@ -125,14 +132,18 @@ def test_a_forked_command_is_one_of_the_shell(tmp_path: Path, free_tcp_port: int
     assert "no-such-file.json" in (tmp_path / "error").read_text()
 
 
-def test_searches_are_shortened_and_nothing_else() -> None:
+def test_searches_and_measurements_are_shortened_and_nothing_else() -> None:
     for asked, run in (
         ("plan 'two words' --time-limit 10 --seed 10", "plan|two words|--time-limit|4|--seed|10|"),
         ("solve a.json --time-limit 3", "solve|a.json|--time-limit|3|"),
         ("solve a.json", "solve|a.json|--time-limit|4|"),
         ("solve a.json --deterministic-limit 20", "solve|a.json|--deterministic-limit|20|"),
         ("compare a.json --time-limit 5", "compare|a.json|--time-limit|1|"),
-        ("train --steps 5", "train|--steps|5|"),
+        ("train --rounds 2 --steps 5", "train|--rounds|1|--steps|5|"),
+        ("profile --model tiny -o a.json", "profile|--model|tiny|-o|a.json|--rounds|1|"),
+        ("profile --rounds 3 --model tiny", "profile|--rounds|1|--model|tiny|"),
+        ("profile --model tiny --machine h100", "profile|--model|tiny|--machine|h100|"),
+        ("profile --from-table a.toml", "profile|--from-table|a.toml|"),
     ):
         script = f"{PROLOGUE}command() {{ shift; printf '%s|' \"$@\"; }}\noptpipe {asked}"
         assert subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout == run
