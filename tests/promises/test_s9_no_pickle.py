@@ -42,9 +42,9 @@ def _reads_anything(call: ast.Call) -> bool:
     return with_torch and not any(word.arg == "weights_only" for word in call.keywords)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_pickles(path: Path) -> None:
-    assert list(unsafe(path.read_text())) == []
+def test_nothing_pickles() -> None:
+    assert len(SOURCES) > 300
+    assert [(path, place) for path in SOURCES for place in unsafe(path.read_text())] == []
 
 
 @pytest.mark.parametrize(
