@@ -26,7 +26,7 @@ def job(batch: int = 64) -> Job:
 def test_the_best_families_are_cut_and_scheduled() -> None:
     seen: list[float] = []
     fixed = {"pp": [1, 4, 8], "tp": [8]}
-    plan = plan_cluster(job(), 64, fixed, Limits(12.0), lambda plan: seen.append(plan.ratings[0].seconds))
+    plan = plan_cluster(job(), 64, fixed, Limits(6.0), lambda plan: seen.append(plan.ratings[0].seconds))
     assert plan.solved
     assert seen == sorted(seen, reverse=True)
     for one in plan.solved:
