@@ -43,11 +43,12 @@ def test_every_answer_is_as_described(service_url: str, service_settings: Settin
         "--request-timeout": "90",
         "--seed": str(SEED),
     }
-    described = httpx.get(description, headers={"Authorization": authorization}).json()["paths"].keys() - {ENDLESS}
+    described = httpx.get(description, headers={"Authorization": authorization}).json()["paths"]
+    chosen = some(sorted(described.keys() - {ENDLESS}))
     # Apart: an id names one job under both prefixes, and what is deleted under one is gone under the other.
-    for is_plan in some([False, True]):
-        chosen = some(sorted(path for path in described if path.startswith("/v1/plans") is is_plan))
-        paths = chain.from_iterable(("--include-path", path) for path in chosen)
-        arguments = [*command, "--continue-on-failure", *chain.from_iterable(options.items()), *paths]
-        run = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path, check=False)
-        assert run.returncode == 0, run.stdout
+    for is_plan in (False, True):
+        paths = [("--include-path", path) for path in chosen if path.startswith("/v1/plans") is is_plan]
+        arguments = [*command, "--continue-on-failure", *chain.from_iterable([*options.items(), *paths])]
+        if paths:
+            run = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path, check=False)
+            assert run.returncode == 0, run.stdout
