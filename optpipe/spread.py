@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
@@ -83,6 +83,37 @@ class Gate(Document):
     op: Literal["F", "B"]
     stage: Index
     after: Annotated[list[After], at_most(1000)]
+
+
+class VocabularyPasses(NamedTuple):
+    """The passes of a vocabulary layer behind the last stage: `logits` makes each device's part of the logits, and
+    `weights` the gradient of its rows.
+
+    `barriers`: the last stage's backward waits for every `logits` (1, Algorithm 2) or for every `weights` (2,
+    Algorithm 1).
+    """
+
+    logits: str
+    weights: str
+    barriers: Literal[1, 2]
+
+
+def vocabulary_passes(
+    passes: Sequence[SpreadPass], gates: Sequence[Gate], stages: Sequence[Stage]
+) -> VocabularyPasses | None:
+    """Read passes and gates as those of a vocabulary layer that lies on all devices; None where they are others."""
+    last = len(stages) - 1
+    if len(passes) != 2 or not all(us for one in passes for us in one.us):
+        return None
+    logits, weights = sorted(passes, key=lambda one: any(isinstance(after, AfterPass) for after in one.after))
+    gated = {one.pass_name for gate in gates for one in gate.after if isinstance(one, AfterPass)}
+    behind_last = [(one.op, one.stage) for one in logits.after if isinstance(one, AfterOp)] == [("F", last)]
+    alone = len(logits.after) == 1 and {logits.name} == {getattr(one, "pass_name", None) for one in weights.after}
+    of_last = all((gate.op, gate.stage) == ("B", last) for gate in gates)
+    from_passes = all(isinstance(one, AfterPass) for gate in gates for one in gate.after)
+    if not (behind_last and alone and of_last and from_passes and gated) or logits.frees:
+        return None
+    return VocabularyPasses(logits.name, weights.name, 2 if weights.name in gated else 1)
 
 
 def check_spread(passes: Sequence[SpreadPass], gates: Sequence[Gate], stages: Sequence[Stage], devices: int) -> None:

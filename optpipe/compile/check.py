@@ -1,9 +1,10 @@
 """Program checker: finds deadlocks, races and memory faults on one machine before anything runs.
 
 Deadlocks: the program is executed as if every device had one stream and every send blocked until its receive (a
-rendezvous, as NCCL does for large messages). A program that ends under this rule ends on any transport and with any
-number of streams, since every wait is for an action earlier in the list. Races: the dependencies of each action must
-follow from the order of streams and the waits alone (`check_events`).
+rendezvous, as NCCL does for large messages), and every exchange until all devices have come to it. A program that ends
+under this rule ends on any transport and with any number of streams, since every wait is for an action earlier in the
+list. Races: the dependencies of each action must follow from the order of streams and the waits alone
+(`check_events`).
 
 `Clocks` gives the actions that have surely ended when another one starts. So an executor that keeps streams in order
 and obeys the waits starts nothing too early, under any durations.
@@ -18,7 +19,7 @@ from itertools import zip_longest
 
 from optpipe.compile.events import Clock, Clocks, Key, Rules, local_needs
 from optpipe.compile.memory import check_memory, host_bytes, unit_stage
-from optpipe.compile.program import RECEIVES, SENDS, Action, Message, Program, Slab, excerpt
+from optpipe.compile.program import EXCHANGES, RECEIVES, SENDS, Action, Message, Program, Slab, excerpt
 from optpipe.errors import BudgetError, DeadlockError, OrderError
 from optpipe.ops import Op
 from optpipe.problem import Problem
@@ -33,7 +34,7 @@ def check_program(program: Program, problem: Problem | None = None) -> None:
     the blocked actions. BudgetError: a device, or its slabs on the host, hold more than the problem allows.
     """
     positions = _positions(program)
-    rules = Rules(program.placement, positions, program.slices)
+    rules = Rules.of(program, positions)
     _check_list_order(program, rules, positions)
     _check_first_in_first_out(program)
     check_events(program, rules, problem)
@@ -50,7 +51,10 @@ def _positions(program: Program) -> dict[Key, tuple[int, int]]:
             key = action[:3]
             if key in positions:
                 raise OrderError(f"{action} is in the program more than once")
-            if program.placement[action.stage] != d:
+            if program.on_devices(action.kind):
+                if action.stage != d:
+                    raise OrderError(f"{action} is on device {d}, but runs on device {action.stage}")
+            elif program.placement[action.stage] != d:
                 home = program.placement[action.stage]
                 raise OrderError(f"{action} is on device {d}, but stage {action.stage} is on device {home}")
             positions[key] = d, k
@@ -103,7 +107,12 @@ def _check_rendezvous(program: Program) -> None:
         for d, actions in enumerate(program.devices):
             while next_index[d] < len(actions):
                 action = actions[next_index[d]]
-                if action.peer is not None:
+                if action.kind in EXCHANGES:
+                    heads = [_next(program, next_index, other) for other in range(len(program.devices))]
+                    if any(head is None or _meeting(head) != _meeting(action) for head in heads):
+                        break
+                    next_index = [index + (other != d) for other, index in enumerate(next_index)]
+                elif action.peer is not None:
                     partner = _next(program, next_index, action.peer)
                     if partner is None or partner.peer != d or partner.message != action.message:
                         break
@@ -119,6 +128,11 @@ def _next(program: Program, next_index: Sequence[int], device: int) -> Action | 
     return actions[next_index[device]] if next_index[device] < len(actions) else None
 
 
+def _meeting(action: Action) -> tuple[str, int]:
+    """Kind and microbatch of an exchange, equal on all devices."""
+    return action.kind, action.microbatch
+
+
 def _deadlock(program: Program, next_index: Sequence[int]) -> DeadlockError:
     """Find a cycle: each blocked device waits for its peer, which is blocked too."""
     heads = [_next(program, next_index, d) for d in range(len(program.devices))]
@@ -127,8 +141,12 @@ def _deadlock(program: Program, next_index: Sequence[int]) -> DeadlockError:
     while device not in path:
         path.append(device)
         head = heads[device]
-        assert head is not None, "first in, first out holds, so a peer of a blocked device is not done"
-        assert head.peer is not None, "only messages block"
+        if head is None:  # a peer of a blocked device is not done: first in, first out holds
+            raise OrderError(f"the list of device {device} ends without {heads[path[-1]]}, which others come to")
+        if head.kind in EXCHANGES:
+            device = next(d for d, other in enumerate(heads) if other is None or _meeting(other) != _meeting(head))
+            continue
+        assert head.peer is not None, "only messages and exchanges block"
         device = head.peer
     cycle = path[path.index(device) :][::-1]
     blocked = sum(len(a) - k for a, k in zip(program.devices, next_index, strict=True))

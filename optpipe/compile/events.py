@@ -11,18 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count, takewhile
 
-from optpipe.compile.program import RECEIVES, STREAM_OF_ACTION, Action, Program, matching_send
+from optpipe.compile.program import EXCHANGES, RECEIVES, Action, Program, matching_send, stream_of
 from optpipe.kinds import KIND, OPTIONAL, Need, covering, needs_of
 from optpipe.ops import Op
+from optpipe.spread import VocabularyPasses
 
 Clock = tuple[int, int, int]
 """Number of actions of the compute, offload and reload stream that have ended."""
 
 _ORDERED = ("compute", "offload", "reload")
-_CLOCK_INDEX = {kind: _ORDERED.index(stream) for kind, stream in STREAM_OF_ACTION.items() if stream in _ORDERED}
-"""Index into a clock of the stream of each kind, for kinds on an ordered stream."""
+
+
+@cache
+def _clock_index(kind: str) -> int | None:
+    """Index into a clock of the stream of a kind; None for messages, which have no order among themselves."""
+    stream = stream_of(kind)
+    return None if stream == "communication" else _ORDERED.index(stream)
 
 
 class Clocks:
@@ -35,7 +42,7 @@ class Clocks:
 
     def stream(self, kind: str) -> Clock:
         """Clock at the start of the next action of a kind, by the order of its stream alone."""
-        index = _CLOCK_INDEX.get(kind)
+        index = _clock_index(kind)
         return (0, 0, 0) if index is None else self._streams[index]
 
     def after(self, clock: Clock, waits: Iterable[Key]) -> Clock:
@@ -46,7 +53,7 @@ class Clocks:
 
     def issue(self, key: Key, clock: Clock) -> None:
         """Issue an action that starts at `clock`."""
-        index = _CLOCK_INDEX.get(key[0])
+        index = _clock_index(key[0])
         if index is not None:
             tick = self._streams[index][index] + 1
             clock = (*clock[:index], tick, *clock[index + 1 :])  # type: ignore[assignment]
@@ -77,7 +84,7 @@ class Clocks:
 
 def with_events(program: Program) -> Program:
     """Replace `waits` by the fewest events that enforce them, the rules, and the memory order of receives."""
-    rules = Rules(program.placement, {action[:3] for action in program.actions()}, program.slices)
+    rules = Rules.of(program, {action[:3] for action in program.actions()})
     devices = []
     for actions in program.devices:
         clocks, reduced = Clocks(), []
@@ -93,14 +100,14 @@ def with_events(program: Program) -> Program:
 def local_needs(actions: Sequence[Action], rules: Rules) -> Iterator[tuple[Key, ...]]:
     """For each action of a device's list, the actions of that device that must end before it starts, without waits.
 
-    These follow from the rules. A receive needs the compute action before it, since its memory is allocated in the
-    order of the compute stream.
+    These follow from the rules. A receive, and what a device gets in an exchange, needs the compute action before it,
+    since its memory is allocated in the order of the compute stream.
     """
     last: tuple[Key, ...] = ()
     for action in actions:
         key, kind = action[:3], action.kind
-        yield last if kind in RECEIVES else rules.needs(key)
-        if _CLOCK_INDEX.get(kind) == 0:
+        yield last if kind in RECEIVES else (*last, *rules.needs(key)) if kind in EXCHANGES else rules.needs(key)
+        if _clock_index(kind) == 0:
             last = (key,)
 
 
@@ -115,12 +122,19 @@ _OWN = {"RELEASE": "O", "PREPARE": "RELEASE", "R": "PREPARE", "SEND_F": "F", "SE
 class Rules:
     """Dependency rules. `placement[s]` is the device of stage s; `present` holds all ops of the schedule.
 
-    With `slices` of each microbatch, F follows that of the slice before, a backward that of the slice behind.
+    With `slices` of each microbatch, F follows that of the slice before, a backward that of the slice behind. With a
+    `vocabulary` layer on all devices, what comes behind its exchanges waits for those of its own device.
     """
 
     placement: Sequence[int]
     present: Collection[Key]
     slices: int = 1
+    vocabulary: VocabularyPasses | None = None
+
+    @classmethod
+    def of(cls, program: Program, present: Collection[Key]) -> Rules:
+        """The rules of a program."""
+        return cls(program.placement, present, program.slices, program.vocabulary)
 
     def crosses(self, boundary: int) -> bool:
         """True if stages `boundary` and `boundary + 1` are on different devices."""
@@ -136,14 +150,32 @@ class Rules:
         kind, s, i = key
         if kind in _OWN:
             return (self.doer(_OWN[kind], s, i),)
+        if self.vocabulary and (kind in EXCHANGES or kind in self.vocabulary[:2]):
+            return self._needs_of_vocabulary(kind, s, i, self.vocabulary)
         if kind in KIND:
-            return tuple(op for need in needs_of(kind) for op in self._needed(need, s, i))
+            gradient: tuple[Key, ...] = ()
+            if self.vocabulary and s == len(self.placement) - 1 and KIND[kind].duties[0] == "B":
+                gradient = (("REDUCE_INPUT", self.placement[s], i),)
+            return (*(op for need in needs_of(kind) for op in self._needed(need, s, i)), *gradient)
         if kind in RECEIVES:
             return (matching_send(Op(*key)),)
         if kind in ("GATHER", "REDUCE_PART"):
             return ()  # their place in the compute stream decides
         units = takewhile(lambda unit: ("F", s, unit) in self.present, count())
         return tuple(self.doer("W", s, unit) for unit in units)  # of REDUCE: the weight gradients of every microbatch
+
+    def _needs_of_vocabulary(self, kind: str, device: int, i: int, passes: VocabularyPasses) -> tuple[Key, ...]:
+        """What a pass of the vocabulary layer, or a device in an exchange, needs of its own device."""
+        last = len(self.placement) - 1
+        if kind == "BROADCAST":
+            return (("F", last, i),) if self.placement[last] == device else ()
+        before = {
+            passes.logits: ["BROADCAST"],
+            "ALL_GATHER": [passes.logits],
+            passes.weights: [passes.logits, "ALL_GATHER"],
+            "REDUCE_INPUT": [passes.logits, "ALL_GATHER"] if passes.barriers == 1 else [passes.weights],
+        }
+        return tuple((other, device, i) for other in before[kind])
 
     def _needed(self, need: Need, s: int, i: int) -> Iterator[Key]:
         """The op or the receive that a need of stage s and microbatch i stands for, where there is any."""

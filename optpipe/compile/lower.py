@@ -24,14 +24,16 @@ from optpipe.compile.check import check_program
 from optpipe.compile.events import Key, Rules, with_events
 from optpipe.compile.memory import action_effect, unit_stage
 from optpipe.compile.offload import insert_releases, plan_slabs, reload_begins_us
-from optpipe.compile.program import SENDS, Action, Program, matching_receive, matching_send
+from optpipe.compile.program import EXCHANGES, SENDS, STREAM_OF_ACTION, Action, Program, matching_receive, matching_send
 from optpipe.costs import Effect
+from optpipe.errors import InputError, Issue
 from optpipe.kinds import BACKWARDS, COPIES, HALVES, LAST_BACKWARDS, WHOLE_BACKWARD
 from optpipe.memory import Times
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, implied_modes
 from optpipe.simulate import simulate
+from optpipe.spread import VocabularyPasses, vocabulary_passes
 
 Entry = tuple[float, int, str, int, int]
 """A node by its sort key: time in us; compute, messages, offloads, reloads in this order; kind, stage, microbatch."""
@@ -52,6 +54,7 @@ class Plan:
     times: Times
     begin_us: Mapping[Op, float]
     slab_of: Mapping[tuple[int, int], int]
+    vocabulary: VocabularyPasses | None = None
 
 
 def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
@@ -80,11 +83,11 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
 
 
 class _Graph:
-    """Ops and messages as nodes: a message is represented by its send, a PREPARE by its reload."""
+    """Ops and messages as nodes: the send stands for a message, a reload for its PREPARE, device 0 for an exchange."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._placement = plan, plan.placement
-        self._rules = Rules(plan.placement, plan.times)
+        self._rules = Rules(plan.placement, plan.times, vocabulary=plan.vocabulary)
         streams = [ops for device in plan.orders.devices for ops in device.streams()]
         self._before: Mapping[Key, Key] = {later: earlier for ops in streams for earlier, later in pairwise(ops)}
 
@@ -92,8 +95,13 @@ class _Graph:
         """Every node with its sort key."""
         last = len(self._placement) - 1
         first = min((op.stage for op in self._plan.times if op.kind in BACKWARDS), default=0)
+        exchanges: dict[tuple[str, int], float] = {}
+        after = self._exchanges_after()
         for op, (start_us, end_us) in self._plan.times.items():
             kind, s, i = op
+            if kind != "F" or s == last:
+                for exchange in after.get(kind, ()):
+                    exchanges[exchange, i] = max(end_us, exchanges.get((exchange, i), 0.0))
             if kind in COPIES:
                 yield self._plan.begin_us.get(op, start_us), _OFFLOAD if kind == "O" else _RELOAD, kind, s, i
                 continue
@@ -102,6 +110,18 @@ class _Graph:
                 yield end_us, _MESSAGE, "SEND_F", s, i
             elif kind in BACKWARDS and s > first and self._rules.crosses(s - 1):
                 yield end_us, _MESSAGE, "SEND_B", s, i
+        for (exchange, i), end_us in exchanges.items():
+            yield end_us, _MESSAGE, exchange, 0, i
+
+    def _exchanges_after(self) -> dict[str, Sequence[str]]:
+        """Exchanges that follow the last stage's forward and the passes of a vocabulary layer."""
+        if self._plan.vocabulary is None:
+            return {}
+        logits, weights, barriers = self._plan.vocabulary
+        broadcast, gather, reduce = EXCHANGES
+        if barriers == 1:
+            return {"F": [broadcast], logits: [gather, reduce]}
+        return {"F": [broadcast], logits: [gather], weights: [reduce]}
 
     def needs(self, node: Key) -> Iterator[Key]:
         """Nodes that must come before a node."""
@@ -110,14 +130,26 @@ class _Graph:
         if node[0] == "R":
             yield ("O", *node[1:])
         else:
-            for need in self._rules.needs(node):
-                yield matching_send(Op(*need)) if need[0].startswith("RECV") else need
+            devices = len(self._plan.orders.devices) if node[0] in EXCHANGES else 0
+            keys = [(node[0], d, node[2]) for d in range(devices)] or [node]
+            for need in (need for key in keys for need in self._rules.needs(key)):
+                if need[0] in EXCHANGES:
+                    yield need[0], 0, need[2]
+                else:
+                    yield matching_send(Op(*need)) if need[0].startswith("RECV") else need
         yield from self._plan.orders.waits.get(node, ())  # type: ignore[call-overload]
 
     def actions(self, node: Op) -> Iterator[tuple[int, Action]]:
         """Actions of a node, each with its device."""
-        home = self._placement[node.stage]
         waits = tuple(self._plan.orders.waits.get(node, ()))
+        if self._plan.vocabulary and node.kind in self._plan.vocabulary[:2]:
+            yield node.stage, Action(*node, waits=waits)
+            return
+        if node.kind in EXCHANGES:
+            for d in range(len(self._plan.orders.devices)):
+                yield d, Action(node.kind, d, node.microbatch)
+            return
+        home = self._placement[node.stage]
         if node.kind in SENDS:
             receive = matching_receive(node)
             peer = self._placement[receive.stage]
@@ -144,9 +176,10 @@ def compile_schedule(
     when its gradients are complete, and with `reduce_every` also a REDUCE_PART after the weight gradients of so many
     microbatches; with `gather_parameters` it has a GATHER before its first F. Raises OrderError if an op is missing,
     repeated or misplaced, DeadlockError if ops wait for one another in a cycle, BudgetError if the program would exceed
-    a budget of the problem.
+    a budget of the problem, InputError if spread passes are not those of a vocabulary layer, or with replicas.
     """
     problem = schedule.problem
+    vocabulary = _vocabulary(problem, replicas=reduce_gradients or gather_parameters)
     simulation = simulate(problem, schedule.orders)  # raises if the orders cannot run
     spans = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
     times = dict(zip(simulation.ops, spans, strict=True))
@@ -156,10 +189,11 @@ def compile_schedule(
         waits.setdefault(offload, []).append(reload)
     orders = replace(schedule.orders, waits=waits)
     placement = tuple(stage.device for stage in problem.stages)
-    plan = Plan(placement, orders, times, reload_begins_us(orders, times), host.slab_of)
+    plan = Plan(placement, orders, times, reload_begins_us(orders, times), host.slab_of, vocabulary)
     lists = insert_releases(lower(plan))
     modes, slices = _mode_names(problem, orders), problem.slice_count
-    program = Program(problem.microbatches, placement, lists, host.slabs, modes, slices, dict(orders.blocks))
+    blocks = dict(orders.blocks)
+    program = Program(problem.microbatches, placement, lists, host.slabs, modes, slices, blocks, vocabulary)
     if reduce_gradients:
         program = _insert_reduces(program, (reduce_every or program.microbatches) * slices)
     if gather_parameters:
@@ -167,6 +201,31 @@ def compile_schedule(
     program = with_events(program)
     check_program(program, problem)
     return program
+
+
+def _vocabulary(problem: Problem, *, replicas: bool) -> VocabularyPasses | None:
+    """Passes of the problem as those of a vocabulary layer. Raises InputError for others, and with replicas."""
+    if not problem.spread and not problem.gates:
+        return None
+    found = vocabulary_passes(problem.spread or (), problem.gates or (), problem.stages)
+    names = ", ".join(problem.pass_names) or "none"
+    if found is None:
+        detail = (
+            f"has the passes {names}, but only those of a vocabulary layer can run: one after F of the last stage, one "
+            "after that pass, both on every device, and a gate of the last stage's B. Maybe see docs/train.md."
+        )
+        raise InputError([Issue(("problem", "spread"), "not_vocabulary", detail)])
+    for name in found[:2]:
+        if name in STREAM_OF_ACTION:
+            detail = f"has the pass {name!r}, which is also an action of programs. Maybe call it S or T."
+            raise InputError([Issue(("problem", "spread"), "action_name", detail)])
+    if replicas:
+        detail = (
+            f"has the passes {names}, whose gradients are not summed over replicas. Maybe train one replica "
+            "(--data-parallel 1) with 'optpipe train'."
+        )
+        raise InputError([Issue(("problem", "spread"), "replicas", detail)])
+    return found
 
 
 def _mode_names(problem: Problem, orders: Orders) -> dict[tuple[int, int], str]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cache
 
 import numpy as np
 
 from optpipe.assignment import MemorySteps
-from optpipe.compile.program import COLLECTIVES, RECEIVES, SENDS, Action, Program
+from optpipe.compile.program import COLLECTIVES, EXCHANGES, RECEIVES, SENDS, Action, Program
 from optpipe.costs import Effect, device_effect, implied_mode, sizes_bytes
 from optpipe.errors import BudgetError
 from optpipe.kinds import BACKWARDS, COPIES, KINDS, LAST_BACKWARDS
 from optpipe.ops import Op
 from optpipe.problem import Problem
-from optpipe.stage import Mode, Stage
+from optpipe.spread import SpreadPass
+from optpipe.stage import Mode, Stage, scaled_bytes
 
 NOTHING = Effect(0, 0)
 
@@ -50,14 +52,15 @@ def planned_peaks_bytes(
 
     Memory is allocated and freed on the compute stream only, so concurrent streams reach no other level. `problem`
     holds the sizes of its stages (activation, backward weight, workspace, offload) and units, `message_bytes[b]` the
-    size of a message over the boundary between stages b and b+1 in each direction. A message counts on its receiver
+    size of a message over the boundary between stages b and b+1 in each direction, and behind the last stage where a
+    vocabulary layer follows it. A message counts on its receiver
     from the receive until the op that uses it starts, and on its sender from the end of the op that made it until it is
     sent. Both ops of a block run at once. An offloaded activation counts until RELEASE, and again from PREPARE.
     `replicas`: of each stage, if it has any. `of_units`: for each unit the stages with its sizes, where these were
     measured.
     """
     beside = replicas or [ReplicaMemory()] * len(problem.stages)
-    sizes = _UnitSizes.planned(problem) if of_units is None else _UnitSizes.measured(of_units)
+    sizes = _UnitSizes.planned(problem) if of_units is None else _UnitSizes.measured(of_units, problem)
     return [
         max((level for _, level in _levels(program, d, sizes, message_bytes, beside)), default=0)
         for d in range(len(program.devices))
@@ -103,7 +106,10 @@ def planned_memory(program: Program, problem: Problem, message_bytes: MessageByt
 
 def memory_steps(program: Program, problem: Problem) -> list[MemorySteps]:
     """Changes of memory of each device that has a budget, without messages, by the costs that stages state."""
-    no_messages, sizes = [0] * (len(problem.stages) - 1), _UnitSizes([[s] for s in problem.stages], [0] * problem.units)
+    no_messages, sizes = (
+        [0] * (len(problem.stages) - 1),
+        _UnitSizes([[s] for s in problem.stages], [0] * problem.units, _pass_effects(problem, [Fraction(1)])),
+    )
     steps = []
     for d, device in enumerate(problem.devices):
         if device.memory_bytes is not None:
@@ -138,23 +144,39 @@ _COPY_OF = {"RELEASE": "O", "PREPARE": "R"}
 
 @dataclass(frozen=True)
 class _UnitSizes:
-    """Stages with the sizes of each unit: `stages[s][unit_class[i]]`."""
+    """Stages with the sizes of each unit, `stages[s][unit_class[i]]`, and passes: `passes[name][d][unit_class[i]]`."""
 
     stages: Sequence[Sequence[Stage]]
     unit_class: Sequence[int]
+    passes: Mapping[str, Sequence[Sequence[Effect]]] = field(default_factory=dict)
 
     @classmethod
     def planned(cls, problem: Problem) -> _UnitSizes:
         """Sizes of a problem, times its factors."""
-        return cls(problem.unit_stages, problem.unit_class.tolist())
+        factors = [problem.pass_factors(unit).bytes for unit in problem.class_units]
+        return cls(problem.unit_stages, problem.unit_class.tolist(), _pass_effects(problem, factors))
 
     @classmethod
-    def measured(cls, of_units: Sequence[Sequence[Stage]]) -> _UnitSizes:
-        """Sizes of the stages for each unit; alike units have one list."""
+    def measured(cls, of_units: Sequence[Sequence[Stage]], problem: Problem) -> _UnitSizes:
+        """Sizes of the stages for each unit; alike units have one list. Those of passes are the problem's."""
         different = list({id(stages): stages for stages in of_units}.values())
         numbers = {id(stages): number for number, stages in enumerate(different)}
         stages = [list(column) for column in zip(*different, strict=True)]
-        return cls(stages, [numbers[id(stages)] for stages in of_units])
+        passes = _pass_effects(problem, [Fraction(1)] * len(different))
+        return cls(stages, [numbers[id(stages)] for stages in of_units], passes)
+
+
+def _pass_effects(problem: Problem, factors: Sequence[Fraction]) -> dict[str, list[list[Effect]]]:
+    """Effects of the ops of each spread pass on each device, times each of the factors."""
+    passes = {one.name: one for one in problem.spread or ()}
+
+    def effect(one: SpreadPass, device: int, factor: Fraction) -> Effect:
+        kept, workspace = scaled_bytes(one.kept(device), factor), scaled_bytes(one.workspace(device), factor)
+        freed = scaled_bytes(passes[one.frees].kept(device), factor) if one.frees else 0
+        return Effect(kept + workspace, -workspace - freed)
+
+    devices = range(len(problem.devices))
+    return {name: [[effect(one, d, factor) for factor in factors] for d in devices] for name, one in passes.items()}
 
 
 def unit_stage(program: Program, problem: Problem, stage: int, unit: int) -> tuple[Stage, Mode | None]:
@@ -201,7 +223,8 @@ def _levels(
         of_boundary = message_bytes[boundary]
         return of_boundary if isinstance(of_boundary, int) else of_boundary[unit]
 
-    level, of_blocks = 0, dict[Op, int]()
+    level, last, of_blocks = 0, len(program.placement) - 1, dict[Op, int]()
+    logits, weights, barriers = program.vocabulary or (None, None, 1)
     for action in program.devices[device]:
         stage, kind = action.stage, action.kind
         if kind in SENDS:
@@ -209,6 +232,18 @@ def _levels(
             yield action, level
         elif kind in RECEIVES:
             level += message(action.message.boundary, action.microbatch)
+            yield action, level
+        elif kind in EXCHANGES or kind in (logits, weights):
+            own, home = message(last, action.microbatch), program.placement[last] == device
+            if kind in (logits, weights):
+                effect = sizes.passes[kind][device][sizes.unit_class[action.microbatch]]
+                level += effect.at_start - (own if kind == logits else 0)
+                yield action, level
+                level += effect.at_end + (own if kind == weights and barriers == 2 else 0)
+            elif kind == "BROADCAST":
+                level += 0 if home else own
+            elif kind == "REDUCE_INPUT":
+                level += (own if home else 0) - (own if barriers == 2 else 0)
             yield action, level
         elif kind in COLLECTIVES:
             beside = replicas[stage]

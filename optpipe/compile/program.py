@@ -7,6 +7,9 @@ The ops of a schedule keep their kinds (`optpipe.kinds`). Lowering adds:
 * RELEASE and PREPARE. Device memory is allocated and freed on the compute stream only, so an offload is four actions:
   O copies to the host, RELEASE frees the memory after that copy, PREPARE allocates it again, R copies back.
 * GATHER (optional): the parameters of a stage are needed from here on, where replicas share them out.
+* BROADCAST, ALL_GATHER, REDUCE_INPUT, where a vocabulary layer lies on all devices (`VocabularyPasses`): the last
+  stage's activation goes to all of them, then the figures by which their parts make one softmax, then the gradient of
+  the activation to the device of the last stage. All devices run these together, each in an action of its own.
 * REDUCE (optional): the gradients of a stage are complete and may be summed over replicas. REDUCE_PART sums those that
   are there, so that their memory is free before the others come.
 
@@ -26,20 +29,29 @@ from typing import Literal, NamedTuple
 
 from optpipe.kinds import BACKWARDS, RECOMPUTATIONS, ROWS
 from optpipe.ops import Op
+from optpipe.spread import VocabularyPasses
 
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
 COLLECTIVES = ("GATHER", "REDUCE_PART", "REDUCE")
 """Actions of the replicas of a stage: all of them run these in the same order."""
 
+EXCHANGES = ("BROADCAST", "ALL_GATHER", "REDUCE_INPUT")
+"""Actions of all devices together for a vocabulary layer, in the order of a microbatch. Their `stage` is a device."""
+
 ActionStream = Literal["compute", "offload", "reload", "communication"]
 
 STREAM_OF_ACTION: dict[str, ActionStream] = {
     **{row.name: row.stream for row in ROWS},
     **dict.fromkeys(("RELEASE", "PREPARE", *COLLECTIVES), "compute"),
-    **dict.fromkeys((*SENDS, *RECEIVES), "communication"),
+    **dict.fromkeys((*SENDS, *RECEIVES, *EXCHANGES), "communication"),
 }
-"""Stream of each kind of action."""
+"""Stream of each kind of action; spread passes, which have names of their own, run on that of compute."""
+
+
+def stream_of(kind: str) -> ActionStream:
+    """Stream of a kind of action, or of a spread pass."""
+    return STREAM_OF_ACTION.get(kind, "compute")
 
 
 class Message(NamedTuple):
@@ -59,7 +71,8 @@ class Action(NamedTuple):
     `peer` is the other device of a send or receive. `waits` are actions on other streams of the same device that must
     end before this one starts; each becomes one event. They are minimal: waits implied by another wait or by the order
     of a stream are left out. `slab` is the index in `Program.slabs` of the host buffer of an O. The microbatch of a
-    GATHER and a REDUCE is 0, that of a REDUCE_PART is the last one whose weight gradients it sums.
+    GATHER and a REDUCE is 0, that of a REDUCE_PART is the last one whose weight gradients it sums. `stage` of a spread
+    pass and of an exchange (`EXCHANGES`) is the device.
     """
 
     kind: str
@@ -77,7 +90,7 @@ class Action(NamedTuple):
     @property
     def stream(self) -> ActionStream:
         """Stream that runs the action. Messages are ordered only within a pair of devices: first in, first out."""
-        return STREAM_OF_ACTION[self.kind]
+        return stream_of(self.kind)
 
     @property
     def message(self) -> Message:
@@ -131,7 +144,8 @@ class Program:
     `slabs[d]` are the host buffers of device d, allocated once before the first step; empty without offload. `modes`
     names the activation mode of each (stage, microbatch) that is neither kept nor offloaded whole. With `slices` of
     each microbatch, what actions call their microbatch is a unit, ``microbatch * slices + slice``. `blocks[op]`: the
-    fused backward that is planned as one block with an F.
+    fused backward that is planned as one block with an F. `vocabulary`: the passes of a vocabulary layer that lies on
+    all devices.
     """
 
     microbatches: int
@@ -141,6 +155,7 @@ class Program:
     modes: Mapping[tuple[int, int], str] = field(default_factory=dict)
     slices: int = 1
     blocks: Mapping[Op, Op] = field(default_factory=dict)
+    vocabulary: VocabularyPasses | None = None
 
     @property
     def units(self) -> int:
@@ -167,6 +182,7 @@ class Program:
         """SHA-256 of the program: processes compare it before they exchange messages."""
         slices = f"x{self.slices}" if self.slices > 1 else ""
         header = f"optpipe.program/2 {self.microbatches}{slices} {self.placement}"
+        header += f" {self.vocabulary.barriers}" if self.vocabulary else ""
         return _sha256("\n".join((header, *self.device_digests)))
 
     @cached_property
@@ -188,9 +204,13 @@ class Program:
         for actions in self.devices:
             yield from actions
 
+    def on_devices(self, kind: str) -> bool:
+        """True for kinds of action whose `stage` is a device."""
+        return kind in EXCHANGES or (self.vocabulary is not None and kind in self.vocabulary[:2])
+
     def kinds_of(self, stage: int) -> frozenset[str]:
         """Kinds of a stage's actions."""
-        return frozenset(action.kind for action in self.actions() if action.stage == stage)
+        return frozenset(a.kind for a in self.actions() if a.stage == stage and not self.on_devices(a.kind))
 
     @cached_property
     def first_trained(self) -> int:

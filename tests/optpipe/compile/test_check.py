@@ -11,6 +11,7 @@ from optpipe.compile import Action, Program, Slab, check_program, compile_schedu
 from optpipe.errors import BudgetError, DeadlockError, OrderError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from tests.optpipe.compile.vocabulary import vocabulary_schedule
 
 
 @pytest.fixture
@@ -169,3 +170,13 @@ def test_a_slab_that_is_too_small_is_refused(sharing: Program) -> None:
     small = replace(sharing, slabs=((Slab(1, (0,)), Slab(2, (0,))), ()))
     with pytest.raises(OrderError, match=r"O0\.0@0 on device 0 moves 2 bytes, its slab 1"):
         check_program(small, one_f_one_b(2, 3).problem)
+
+
+def test_exchanges_in_another_order_or_missing_ones_are_refused() -> None:
+    program = compile_schedule(vocabulary_schedule(2, 2, 1))
+    behind = moved(program, 0, "BROADCAST0.0", place(program, 0, "BROADCAST0.1"))
+    actions = [a for a in program.devices[0] if str(a) != "REDUCE_INPUT0.1"]
+    with pytest.raises(OrderError, match=r"before BROADCAST0\.0 at place"):
+        check_program(behind)
+    with pytest.raises(DeadlockError, match=r"REDUCE_INPUT1\.1"):
+        check_program(with_list(program, 0, actions))

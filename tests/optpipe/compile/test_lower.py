@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import Program, check_program, compile_forward, compile_schedule, fuse_adjacent
 from optpipe.compile.memory import planned_peaks_bytes
-from optpipe.compile.program import RECEIVES, SENDS
-from optpipe.errors import BudgetError, DeadlockError, OrderError
+from optpipe.compile.program import EXCHANGES, RECEIVES, SENDS
+from optpipe.errors import BudgetError, DeadlockError, InputError, OrderError
 from optpipe.kinds import KINDS
 from optpipe.ops import Op
 from optpipe.problem import Problem
@@ -24,6 +24,7 @@ from solver.solve import solve
 from tests.optpipe.compile.player import play
 from tests.optpipe.compile.test_check import moved
 from tests.optpipe.compile.test_streams import placed_problems
+from tests.optpipe.compile.vocabulary import vocabulary_schedule
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
 from tests.problems import problems
 from tests.sample import examples, some
@@ -326,3 +327,28 @@ def test_parameters_are_gathered_before_the_first_forward_and_gradients_reduced_
                 *(f"W{s}.0", f"W{s}.1", f"REDUCE_PART{s}.1", f"W{s}.2", f"W{s}.3", f"REDUCE_PART{s}.3"),
                 *(f"W{s}.4", f"REDUCE{s}.0"),
             ]
+
+
+def test_devices_exchange_a_vocabulary_layer_in_one_order() -> None:
+    assert text(compile_schedule(vocabulary_schedule(2, 1, 1))) == [
+        "F0.0 SEND_F0.0->1 BROADCAST0.0 S0.0 ALL_GATHER0.0 REDUCE_INPUT0.0 T0.0 RECV_B0.0<-1 BW0.0",
+        "RECV_F1.0<-0 F1.0 BROADCAST1.0 S1.0 ALL_GATHER1.0 REDUCE_INPUT1.0 BW1.0 SEND_B1.0->0 T1.0",
+    ]
+
+
+@pytest.mark.parametrize(("p", "barriers"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_programs_of_vocabulary_layers_hold_what_is_planned(p: int, barriers: int) -> None:
+    schedule = vocabulary_schedule(p, 2 * p, barriers, microbatch_factors=[{"bytes": 1.5}] * p + [{}] * p)
+    program = compile_schedule(schedule)
+    for kind in EXCHANGES:
+        orders = [[a.microbatch for a in actions if a.kind == kind] for actions in program.devices]
+        assert orders == [[*range(2 * p)]] * p
+    planned = [device.peak_bytes for device in schedule.devices]
+    assert planned_peaks_bytes(program, schedule.problem, [0] * p) == planned
+
+
+def test_other_passes_and_replicas_are_refused() -> None:
+    with pytest.raises(InputError, match="passes S, T, but only those of a vocabulary layer can run"):
+        compile_schedule(vocabulary_schedule(2, 2, 1, gates=None))
+    with pytest.raises(InputError, match="not summed over replicas"):
+        compile_schedule(vocabulary_schedule(2, 2, 1), reduce_gradients=True)
