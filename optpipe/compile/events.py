@@ -172,7 +172,7 @@ class Rules:
         before = {
             passes.logits: ["BROADCAST"],
             "ALL_GATHER": [passes.logits],
-            passes.weights: [passes.logits, "ALL_GATHER"],
+            passes.weights: [passes.logits, "REDUCE_INPUT" if passes.barriers == 1 else "ALL_GATHER"],
             "REDUCE_INPUT": [passes.logits, "ALL_GATHER"] if passes.barriers == 1 else [passes.weights],
         }
         return tuple((other, device, i) for other in before[kind])

@@ -239,11 +239,11 @@ def _levels(
                 effect = sizes.passes[kind][device][sizes.unit_class[action.microbatch]]
                 level += effect.at_start - (own if kind == logits else 0)
                 yield action, level
-                level += effect.at_end + (own if kind == weights and barriers == 2 else 0)
+                level += effect.at_end + (own if kind == (weights if barriers == 2 else logits) else 0)
             elif kind == "BROADCAST":
                 level += 0 if home else own
             elif kind == "REDUCE_INPUT":
-                level += (own if home else 0) - (own if barriers == 2 else 0)
+                level -= 0 if home else own  # an addend becomes the sum on the last stage's device, and leaves others
             yield action, level
         elif kind in COLLECTIVES:
             beside = replicas[stage]

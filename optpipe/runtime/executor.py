@@ -6,6 +6,7 @@ and nothing is allocated per action. Messages pass through slots, and each call 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,12 +23,14 @@ from optpipe.mode_names import IN_LOW_PRECISION
 from optpipe.ops import Op
 from optpipe.runtime.activations import HostSlabs
 from optpipe.runtime.channel import Channel, Direction, TreeReceipt, open_channel
+from optpipe.runtime.collectives import Collectives
 from optpipe.runtime.messages import Spec, Tree
 from optpipe.runtime.parts import InParts, run_as_block, run_whole
 from optpipe.runtime.recorder import MemoryMeter, Recorder
 from optpipe.runtime.stage import Stage
 from optpipe.runtime.streams import Streams, Work
 from optpipe.runtime.transport import Transport, is_peer_error
+from optpipe.runtime.vocabulary import VocabularyShard
 
 Reducer = Callable[[], None]
 """Sums the gradients of one stage over its replicas."""
@@ -57,6 +60,10 @@ class MessageSlot:
         assert self.receipt is not None, "no receive was posted for the message"
         self.tree = self.receipt.wait()
         self.receipt = None
+
+    def expect(self, receipt: TreeReceipt) -> None:
+        """Hold the receipt of what is to come."""
+        self.receipt = receipt
 
     def clear(self) -> None:
         """Drop message and receipt, after an error."""
@@ -101,7 +108,8 @@ class BoundAction:
 class DeviceParts:
     """Objects that the actions of one device work on. `evaluates`: forwards keep nothing for a backward.
 
-    `specs` are those of the messages over each boundary; None: they are in the batch, by microbatch.
+    `specs` are those of the messages over each boundary; None: they are in the batch, by microbatch. `shard` and
+    `collectives`: of a vocabulary layer on all devices; the last spec is then that of the last stage's activation.
     """
 
     program: Program
@@ -114,6 +122,8 @@ class DeviceParts:
     reducers: Mapping[int, Reducer]
     batch: Batch = field(default_factory=Batch)
     evaluates: bool = False
+    shard: VocabularyShard | None = None
+    collectives: Collectives | None = None
 
 
 class ActionBinder:
@@ -122,7 +132,9 @@ class ActionBinder:
     def __init__(self, parts: DeviceParts) -> None:
         self._parts = parts
         self._last_stage = len(parts.program.placement) - 1
+        self._boundaries = self._last_stage + (parts.shard is not None)
         self._slots: dict[Message, MessageSlot] = {}
+        self._figures: dict[int, MessageSlot] = defaultdict(MessageSlot)
         actions = parts.program.devices[parts.device]
         self._fused = {(action.stage, action.microbatch) for action in actions if action.kind in covering("B", "W")}
         self._blocks = self._blocks_in_parts()
@@ -148,22 +160,27 @@ class ActionBinder:
             "SEND_B": self._send,
             "RECV_F": self._receive,
             "RECV_B": self._receive,
+            "BROADCAST": self._broadcast,
+            "ALL_GATHER": self._all_gather,
+            "REDUCE_INPUT": self._reduce_input,
         }
+        if vocabulary := parts.program.vocabulary:
+            self._work |= {vocabulary.logits: self._make_logits, vocabulary.weights: self._add_weight_gradient}
 
     def bind(self) -> tuple[list[BoundAction], list[MessageSlot]]:
         """The device's list of actions, bound, and all of their slots."""
         actions = [self._bound(action) for action in self._parts.program.devices[self._parts.device]]
-        return actions, list(self._slots.values())
+        return actions, [*self._slots.values(), *self._figures.values()]
 
     def _bound(self, action: Action) -> BoundAction:
         streams, program = self._parts.streams, self._parts.program
         work = streams.issuing(action, self._work[action.kind](action), action.key in program.awaited)
-        gate = self._used(action) if self._is_received(action) else None
+        gate = self._gate(action)
         arrival = streams.arrival(action)
         if gate is not None:
             arrival = _in_sequence(arrival, gate.arrive)
-        counted = action.kind not in ("O", "SEND_F", "SEND_B")
-        return BoundAction(action, arrival, work, gate, counted, self._in_block(action))
+        sends = ("O", "SEND_F", "SEND_B", "BROADCAST" if self._has_last else "REDUCE_INPUT")
+        return BoundAction(action, arrival, work, gate, action.kind not in sends, self._in_block(action))
 
     def _blocks_in_parts(self) -> dict[Op, Op]:
         """The F of each block that runs part by part, by its backward: of stages that have parts, and kept.
@@ -196,7 +213,7 @@ class ActionBinder:
 
     def _slot(self, direction: Direction, boundary: int, microbatch: int) -> MessageSlot | None:
         """Slot of a message; None beyond the first and last stage."""
-        if not 0 <= boundary < self._last_stage:
+        if not 0 <= boundary < self._boundaries:
             return None
         return self._slots.setdefault(Message(direction, boundary, microbatch), MessageSlot())
 
@@ -206,11 +223,23 @@ class ActionBinder:
             return self._slot("F", action.stage - 1, action.microbatch)
         return self._slot("B", action.stage, action.microbatch) if action.kind in BACKWARDS else None
 
-    def _is_received(self, action: Action) -> bool:
-        """True if the message that a compute action uses comes from another device."""
+    def _gate(self, action: Action) -> MessageSlot | None:
+        """Slot of what comes from other devices and an action uses."""
+        program, i = self._parts.program, action.microbatch
+        if vocabulary := program.vocabulary:
+            if action.kind == vocabulary.logits:
+                return self._slot("F", self._last_stage, i)
+            if action.kind == ("REDUCE_INPUT" if vocabulary.barriers == 1 else vocabulary.weights):
+                return self._figures[i]
+        if action.kind != "F" and action.kind not in BACKWARDS:
+            return None
         boundary = action.stage - (action.kind == "F")
-        uses = (action.kind == "F" or action.kind in BACKWARDS) and 0 <= boundary < self._last_stage
-        return uses and self._parts.program.crosses(boundary)
+        received = 0 <= boundary < self._last_stage and program.crosses(boundary)
+        return self._used(action) if received or boundary == self._last_stage else None
+
+    @property
+    def _has_last(self) -> bool:
+        return self._parts.program.placement[self._last_stage] == self._parts.device
 
     def _forward(self, action: Action) -> Work:
         s, i, stage, batch = action.stage, action.microbatch, self._stage(action), self._parts.batch
@@ -224,6 +253,7 @@ class ActionBinder:
         evaluate, evaluates = stage.evaluate, self._parts.evaluates
         used, made = self._used(action), self._slot("F", s, i)
         offloads, fused = (s, i) in program.offloaded, (s, i) in self._fused
+        drops = evaluates and s == self._last_stage  # a vocabulary layer behind it is not evaluated
         if (s, i) in self._in_parts:
             return self._part_by_part(action, partial(self._forward_in_parts, stage, i, fused, used, made))
 
@@ -231,12 +261,76 @@ class ActionBinder:
             received = used.take() if used is not None else batch.inputs[i]
             target = batch.targets[i] if made is None else None
             output = evaluate(i, received, target) if evaluates else forward(i, received, target, offloads, fused)
-            if made is not None:
-                made.tree = output
-            else:
+            if made is None:
                 batch.losses[i].copy_(output)
+            elif not drops:
+                made.tree = output
 
         return work
+
+    def _exchange(self) -> tuple[VocabularyShard, Collectives]:
+        """Rows of this device and how devices exchange. Raises TrainingError where the pipeline was given none."""
+        shard, collectives = self._parts.shard, self._parts.collectives
+        if shard is None or collectives is None:
+            raise TrainingError(
+                "the schedule has the passes of a vocabulary layer on all devices, but the pipeline was given no rows "
+                "of one. Maybe train with 'optpipe train'."
+            )
+        return shard, collectives
+
+    def _broadcast(self, action: Action) -> Work:
+        _, collectives = self._exchange()
+        device, source = self._parts.device, self._parts.program.placement[self._last_stage]
+        slot = self._boundary_slot("F", action)
+        assert self._parts.specs is not None, "microbatches are of one shape"
+        spec = self._parts.specs[self._last_stage]
+        if device == source:
+            return lambda: slot.expect(collectives.broadcast(device, source, slot.take(), spec))
+        return lambda: slot.expect(collectives.broadcast(device, source, None, spec))
+
+    def _make_logits(self, action: Action) -> Work:
+        (shard, _), batch, i = self._exchange(), self._parts.batch, action.microbatch
+        slot = self._boundary_slot("F", action)
+        return lambda: shard.make_logits(i, slot.take(), batch.targets[i])
+
+    def _all_gather(self, action: Action) -> Work:
+        (shard, collectives), device, i = self._exchange(), self._parts.device, action.microbatch
+        slot = self._figures[i]
+        return lambda: slot.expect(collectives.all_gather(device, shard.figures(i)))
+
+    def _combined(self, action: Action) -> Work:
+        """Make one softmax of the devices' parts; the device of the last stage has the loss then."""
+        (shard, _), batch, i = self._exchange(), self._parts.batch, action.microbatch
+        slot, has_last = self._figures[i], self._has_last
+
+        def work() -> None:
+            shard.combine(i, slot.take())
+            if has_last:
+                batch.losses[i].copy_(shard.loss(i))
+
+        return work
+
+    def _add_weight_gradient(self, action: Action) -> Work:
+        shard, _ = self._exchange()
+        add = partial(shard.add_weight_gradient, action.microbatch)
+        return add if shard.barriers == 1 else _in_sequence(self._combined(action), add)
+
+    def _reduce_input(self, action: Action) -> Work:
+        (shard, collectives), device, i = self._exchange(), self._parts.device, action.microbatch
+        target = self._parts.program.placement[self._last_stage]
+        slot = self._boundary_slot("B", action)
+
+        def work() -> None:
+            receipt = collectives.reduce(device, target, shard.take_gradient(i))
+            if receipt is not None:
+                slot.expect(receipt)
+
+        return work if shard.barriers == 2 else _in_sequence(self._combined(action), work)
+
+    def _boundary_slot(self, direction: Direction, action: Action) -> MessageSlot:
+        slot = self._slot(direction, self._last_stage, action.microbatch)
+        assert slot is not None, "a vocabulary layer follows the last stage"
+        return slot
 
     def _backward(self, action: Action, backward: Callable[[int, Tree], Tree]) -> Work:
         i = action.microbatch

@@ -19,6 +19,7 @@ from optpipe.compile.validation_point import validation_points
 from optpipe.errors import TrainingError
 from optpipe.mode_names import EXAMPLES, IN_LOW_PRECISION, WITH_OFFLOAD, parse_recomputed
 from optpipe.runtime.activations import HostSlabs
+from optpipe.runtime.collectives import Collectives
 from optpipe.runtime.executor import Batch, DeviceExecutor, DeviceParts, Reducer
 from optpipe.runtime.gradient_sync import GradientReduction
 from optpipe.runtime.messages import Spec, Tree
@@ -27,6 +28,7 @@ from optpipe.runtime.shapes import MessageShapes, SliceMessages
 from optpipe.runtime.stage import Stage, evaluating
 from optpipe.runtime.streams import Streams, make_streams
 from optpipe.runtime.transport import Transport, peer_errors
+from optpipe.runtime.vocabulary import VocabularyShard
 
 SENT = "what processes send one another"
 
@@ -39,6 +41,10 @@ class Pipeline:
     over replicas at the program's REDUCE actions, and those of shared parameters at the end of a step.
     `offload_bytes[s]` is the host memory of a microbatch of stage s, if known: slabs are then pinned before the first
     step, otherwise after it. `streams` makes the streams of a device.
+
+    `shards` are the rows of a vocabulary layer on this process's devices, where the program has the passes of one, and
+    `collectives` how all devices exchange. The parameters of the rows belong to stages; the last stage has no loss, and
+    `messages` end with what it gives to the layer. Targets are there in every process.
     """
 
     def __init__(
@@ -52,6 +58,8 @@ class Pipeline:
         sync: GradientReduction | None = None,
         offload_bytes: Mapping[int, int] | None = None,
         streams: Callable[[torch.device], Streams] = make_streams,
+        shards: Mapping[int, VocabularyShard] | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         check_modes(program)
         for number, stage in stages.items():
@@ -62,6 +70,7 @@ class Pipeline:
                 )
         self.program = program
         self._transport, self._stages, self._sync = transport, stages, sync
+        self._shards, self._collectives = shards or {}, collectives
         self._last = stages.get(len(program.placement) - 1)
         self._shapes = messages if isinstance(messages, MessageShapes | SliceMessages) else None
         specs = None if isinstance(messages, MessageShapes | SliceMessages) else messages
@@ -72,6 +81,8 @@ class Pipeline:
             device: _parts(program, device, stages, transport, specs, reducers, offload_bytes or {}, streams)
             for device in devices
         }
+        for device, shard in self._shards.items():
+            self._parts[device].shard, self._parts[device].collectives = shard, collectives
         points = validation_points(program)
         self._executors = [DeviceExecutor(parts, points[device]) for device, parts in self._parts.items()]
         self._evaluators: dict[int, list[DeviceExecutor]] = {}
@@ -127,7 +138,8 @@ class Pipeline:
         """Losses of any number of microbatches, forward only and in evaluation mode.
 
         With `change_mode` false, modules keep their mode. Changes no gradient and keeps nothing. Returns and raises as
-        `run`; all processes call it together, with the same number of microbatches.
+        `run`; all processes call it together, with the same number of microbatches. A vocabulary layer on all devices
+        is left out: then the losses are zeros.
         """
         count = len(inputs)
         if count not in self._evaluators:
@@ -169,6 +181,8 @@ class Pipeline:
                 _run(executors)
                 with peer_errors(SENT):
                     self._transport.close_step() if leave_sends else self._transport.finish()
+                    if self._collectives is not None:
+                        self._collectives.finish()
             for executor in executors:
                 executor.end()
             if sync:
@@ -214,6 +228,10 @@ class Pipeline:
             executor.clear()
         for stage in self._stages.values():
             stage.clear()
+        for shard in self._shards.values():
+            shard.clear()
+        if self._collectives is not None:
+            self._collectives.clear()
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)

@@ -31,7 +31,7 @@ FIGURES = 3
 """Figures of a token that devices exchange: maximum, sum, logit of the label."""
 
 _LABEL_BYTES = 64
-"""Memory for the label of a token, with indices and masks that are made of it."""
+"""Memory for indices and masks that are made of the label of a token."""
 
 
 def rows_of(vocabulary: int, device: int, devices: int) -> range:
@@ -56,6 +56,16 @@ class _Part:
     figures: Tensor
     product: Tensor | None
     factor: Tensor | None = None
+
+
+def pass_bytes(shape: tuple[int, int], dtype: torch.dtype, tokens: int, devices: int) -> tuple[int, int]:
+    """Memory of a microbatch on a device with rows (v, h): from S to T, and what each takes beside while it runs.
+
+    Not included is the addend of the activation's gradient, which one of them makes and an exchange takes.
+    """
+    rows, width = shape
+    kept, workspace = rows + width + FIGURES * (1 + devices) + 1, FIGURES * devices
+    return tokens * kept * dtype.itemsize, tokens * (workspace * dtype.itemsize + _LABEL_BYTES)
 
 
 class VocabularyShard:
@@ -117,7 +127,7 @@ class VocabularyShard:
         """Loss of a microbatch, the same on all devices, behind `combine`."""
         part = self._parts[microbatch]
         maximum, total, of_label = part.figures
-        entropy = (maximum + total.log() - of_label)[part.labels != IGNORED]
+        entropy: Tensor = (maximum + total.log() - of_label)[part.labels != IGNORED]
         return entropy.sum() / part.divisor.to(entropy.dtype)
 
     def take_gradient(self, microbatch: int) -> Tensor:
@@ -125,7 +135,8 @@ class VocabularyShard:
         if self.barriers == 2:
             return self._gradients.pop(microbatch)
         part = self._parts[microbatch]
-        assert part.product is not None and part.factor is not None, "combined after the first pass"
+        assert part.product is not None, "S has made it"
+        assert part.factor is not None, "combined after S"
         gradient, part.product = part.product.mul_(part.factor[:, None]), None
         tokens, rows = self._own(part.labels)
         gradient.index_add_(0, tokens, self.weight.detach()[rows], alpha=-1)
@@ -134,7 +145,7 @@ class VocabularyShard:
     def add_weight_gradient(self, microbatch: int) -> None:
         """T: add the gradient of the rows, and in Algorithm 1 make that of the activation."""
         part = self._parts.pop(microbatch)
-        assert part.factor is not None, "combined after the first pass"
+        assert part.factor is not None, "combined after S"
         weights = self._weights(part)
         gradient = part.exponentials.mul_((part.factor * weights)[:, None])
         tokens, rows = self._own(part.labels)
@@ -144,17 +155,6 @@ class VocabularyShard:
         self.weight.grad.addmm_(gradient.T, part.activation.flatten(0, -2))
         if self.barriers == 2:
             self._gradients[microbatch] = (gradient @ self.weight.detach()).view_as(part.activation)
-
-    def kept_bytes(self, tokens: int, devices: int) -> int:
-        """Memory of a microbatch from the start of S to the end of T, what the exchange takes for a token included."""
-        rows, width = self.weight.shape
-        products = 2 * width if self.barriers == 1 else width
-        numbers = products + rows + FIGURES * (2 + 2 * devices) + 4
-        return tokens * (numbers * self.weight.itemsize + _LABEL_BYTES)
-
-    def workspace_bytes(self, tokens: int) -> int:
-        """Memory of T beyond that: in Algorithm 1 the gradient of the activation, which leaves then."""
-        return tokens * self.weight.shape[1] * self.weight.itemsize if self.barriers == 2 else 0
 
     def clear(self) -> None:
         """Drop the state of all microbatches, after an error."""

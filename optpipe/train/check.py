@@ -48,6 +48,7 @@ from optpipe.train.launch import hardware_name
 from optpipe.train.model import Model, moved
 from optpipe.train.result import CheckResult, DeviceMemory
 from optpipe.train.tasks.base import Batch
+from optpipe.train.vocabulary import ROWS
 from optpipe.units import bytes_text
 
 LOG = logging.getLogger("optpipe.train")
@@ -184,6 +185,8 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
         for s, size in entry.items():
             sizes[int(s)].append(StageSizes.from_data(size))
     measured = with_measured_sizes(model.problem, [size_range(sizes[s]).largest for s in sorted(sizes)])
+    if model.vocabulary is not None:
+        measured = model.vocabulary.with_sizes(measured, model.messages[-1])
     # Microbatches are of one shape here, whatever factors the schedule was planned with.
     of_units = [measured.stages] * model.program.microbatches
     return planned_peaks_bytes(model.program, measured, model.message_bytes, of_units=of_units)
@@ -329,14 +332,18 @@ def gradient_errors(model: Model, plain_modules: Sequence[nn.Module]) -> list[tu
 
     Infinity if only one of the two steps has a gradient and it is not 0. A parameter without any is left out: frozen.
     """
-    errors = []
+    errors, divided, last = [], model.vocabulary, len(plain_modules) - 1
     for s, stage in model.stages.items():
-        plain = dict(plain_modules[s].named_parameters())
+        plain = {name: (s, name, p.grad) for name, p in plain_modules[s].named_parameters()}
+        if divided is not None and s in divided.holders:
+            whole, own = plain_modules[last].get_parameter(divided.name).grad, divided.rows_in(s)
+            plain[ROWS] = last, divided.name, whole if whole is None else whole[own.start : own.stop]
         for name, parameter in stage.module.named_parameters():
-            both = [gradient for gradient in (parameter.grad, plain[name].grad) if gradient is not None]
+            place, plain_name, gradient = plain[name]
+            both = [one for one in (parameter.grad, gradient) if one is not None]
             if both:
                 error = gradient_error(*both) if len(both) == 2 else math.inf if both[0].any() else 0.0
-                errors.append((error, f"stages[{s}].{name}"))
+                errors.append((error, f"stages[{place}].{plain_name}"))
     return errors
 
 

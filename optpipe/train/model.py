@@ -28,6 +28,7 @@ from optpipe.runtime import (
     learn_shapes,
     local_transport,
 )
+from optpipe.runtime.collectives import Collectives, GlooCollectives, LocalCollectives
 from optpipe.runtime.gradient_sync import GradientSync, with_groups
 from optpipe.runtime.messages import Spec, Tree, map_leaves, size_bytes, spec_text
 from optpipe.runtime.probe import unchanged
@@ -52,6 +53,7 @@ from optpipe.train.lengths import SizeCosts, Sizes, tokens_of, varied_samples
 from optpipe.train.tasks import build_task
 from optpipe.train.tasks.base import Batch, Task
 from optpipe.train.update import StepOutcome, SumsLayout, Updates
+from optpipe.train.vocabulary import DividedLayer, check_activation, divided_layer, refuse_settings
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -65,6 +67,8 @@ class Model:
     schedule's problem states. `recorded_sizes`: those of the microbatches in each place, in each run with a recorder.
     `shared`: parameters that several stages of the whole model hold; each is one parameter, updated once by every
     process that has it, and counted once in `parameters`. `shared_buffers`: places of buffers that they share.
+    `vocabulary`: the layer of the last stage, where the schedule divides it over all devices; then the last message is
+    what that stage gives to it.
 
     `optimistic`: update before the global norm is known; None: as the config says, under torchrun alone. `task`: None
     builds the task of the config.
@@ -84,6 +88,9 @@ class Model:
         self.schedule: Schedule = config.schedule
         self.task = task or build_task(config, len(program.placement), program.microbatches, launch)
         self.devices, self.hardware = launch.own_devices, launch.hardware
+        self.vocabulary: DividedLayer | None = None
+        if program.vocabulary is not None:
+            refuse_settings(config, self.hardware)
         self.stages = self._build_stages()
         self.shapes: MessageShapes | None = None
         self._slice_lengths: Sequence[int] = ()
@@ -372,15 +379,21 @@ class Model:
 
     def _build_stages(self) -> dict[int, Stage]:
         placement, config = self.program.placement, self.config
-        modules = with_own_modules(self.task.build_stages({s for s, d in enumerate(placement) if d in self.devices}))
+        needed = {s for s, d in enumerate(placement) if d in self.devices}
+        if self.program.vocabulary is not None:
+            needed.add(len(placement) - 1)  # for the rows of this process
+        modules = with_own_modules(self.task.build_stages(needed))
         self.shared = self._agreed(shared_parameters(modules), modules)
         self.shared_buffers = shared_buffers(modules)
         self.parameters = sum(p.numel() for p in {p for module in modules for p in module.parameters()})
-        last = len(modules) - 1
+        last, gradient_scale = len(modules) - 1, 1 / (self.launch.replicas * self.microbatches)
+        if self.program.vocabulary is not None:
+            self.vocabulary = divided_layer(self.program, modules, self.task)
         for s, module in enumerate(modules):  # of all processes, before any compiles what would be refused
             check_splits(s, module, self.program.kinds_of(s))
             check_slices(s, module, self.program.slices)
         own = {s: module.to(self.hardware) for s, module in enumerate(modules) if placement[s] in self.devices}
+        self._shards = self.vocabulary.shards(own, gradient_scale) if self.vocabulary else {}
         hold_once(self.shared, own, placement)
         for module in own.values():
             accumulate_in_float32(module)
@@ -391,8 +404,8 @@ class Model:
             s: Stage(
                 module,
                 first=s == 0,
-                loss=loss if s == last else None,
-                gradient_scale=1 / (self.launch.replicas * self.microbatches),
+                loss=loss if s == last and self.vocabulary is None else None,
+                gradient_scale=gradient_scale,
                 autocast=config.model.torch_autocast,
                 seed=config.seed + self.launch.replica,
                 slices=slices,
@@ -431,6 +444,8 @@ class Model:
         inputs, targets = self.task.batch(0)
         [[microbatch], [target]] = moved((inputs[:1], targets[:1]), self.hardware)
         count, gather = len(self.program.placement), self.launch.gather_pipeline
+        if self.vocabulary is not None:
+            count += 1
         try:
             if self.config.model.varies:
                 varied = [map_leaves(lambda leaf: leaf.to(self.hardware), x) for x in varied_samples(inputs)]
@@ -463,6 +478,8 @@ class Model:
                             "batches. Maybe return the same in both, zeros for what evaluation does not need, or leave "
                             "evaluate out."
                         )
+            if self.vocabulary is not None:
+                check_activation(messages[-1], self.vocabulary.weight.shape[1])
             self._refuse_changed_buffers(messages, microbatch, target)
             return messages
         except OptPipeError:
@@ -526,7 +543,21 @@ class Model:
         messages: Sequence[Spec] | MessageShapes | SliceMessages = self.shapes or self.messages
         if any(of_slice != self.messages for of_slice in self._slice_messages):
             messages = SliceMessages(self._slice_messages)
-        return Pipeline(self.program, self.stages, self.devices, transport, messages, sync=self._sync)
+        collectives: Collectives | None = None
+        if self.vocabulary is not None:
+            with peer_errors("the groups of all devices"):
+                local = not self.launch.distributed
+                collectives = LocalCollectives(len(self.program.devices)) if local else GlooCollectives()
+        return Pipeline(
+            self.program,
+            self.stages,
+            self.devices,
+            transport,
+            messages,
+            sync=self._sync,
+            shards=self._shards,
+            collectives=collectives,
+        )
 
 
 def _digest(tensor: Tensor) -> str | None:

@@ -116,6 +116,8 @@ class _Block(nn.Module):
 class _Head(nn.Module):
     """Activations (N, T, C) -> logits (N, T, V)."""
 
+    vocabulary_layer = "head"
+
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(shape.width)
