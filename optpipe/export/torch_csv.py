@@ -50,6 +50,7 @@ def torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> str:
     OrderError and DeadlockError if no executor can.
     """
     issues = [
+        *_spread_passes(schedule.problem),
         *_slices(schedule),
         *_without_backward(schedule),
         *_recomputations(schedule),
@@ -77,6 +78,14 @@ def _cells(ops: Sequence[Op], blocks: Mapping[Op, Op]) -> Iterator[str]:
             yield f"({cell};{behind.stage}{KIND[behind.kind].torch}{behind.microbatch})OVERLAP_F_B"
         elif op not in joined:
             yield cell
+
+
+def _spread_passes(problem: Problem) -> Iterator[Issue]:
+    """Passes that torch has no action for."""
+    if problem.spread:
+        detail = f"has the passes {', '.join(problem.pass_names)}, for which torch's runtime has no action"
+        fix = "Maybe train with optpipe train, or solve without spread passes"
+        yield Issue(("problem", "spread"), "spread_passes", f"{detail}. {fix}.")
 
 
 def _without_backward(schedule: Schedule) -> Iterator[Issue]:
@@ -383,6 +392,7 @@ def _misfits(
         if rank_of[s] != stage.device:
             detail = f"has stage {s} on rank {rank_of[s]}, but the problem on device {stage.device}"
             yield Issue("", "other_placement", f"{detail}. Maybe its placement is another one.")
+    yield from _spread_passes(problem)
     if problem.slice_count > 1:
         detail = f"has whole microbatches, but the problem has slices.count {problem.slice_count}. Maybe leave it out."
         yield Issue("", "slices", detail)

@@ -209,6 +209,11 @@ class PlannedSchedule:
                 f"the schedule cuts sequences into {schedule.problem.slice_count} slices, which PlannedSchedule does "
                 "not run: its stages are torch's. Maybe train with 'optpipe train', or solve without slices."
             )
+        if passes := ", ".join(schedule.problem.pass_names):
+            raise TrainingError(
+                f"the schedule has the spread passes {passes}, which PlannedSchedule does not run: its stages are "
+                "torch's. Maybe train with 'optpipe train', or solve without spread passes."
+            )
         return compile_schedule(
             schedule, reduce_gradients=True, gather_parameters=True, reduce_every=self._reduce_every
         )

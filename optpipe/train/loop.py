@@ -34,6 +34,7 @@ from optpipe.train.resolve.initial import initial_schedule
 from optpipe.train.resolve.search import Solver
 from optpipe.train.result import CheckResult, Events, RunFacts, TrainingCallback, TrainingResult
 from optpipe.train.update import StepOutcome
+from optpipe.train.vocabulary import refuse_settings
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -58,6 +59,8 @@ def train(
     given = _compiled(config) if config.schedule else None
     devices = len(given.devices) if given else max(config.online.placed()) + 1
     hardware = own_device(config.device)
+    if given is not None and given.vocabulary is not None:
+        refuse_settings(config, hardware)
     with one_core_left(), launched(devices, config.timeout_seconds, config.data_parallel, hardware) as launch:
         _agree(config, given, launch)
         with Interrupts() as interrupts:

@@ -53,7 +53,7 @@ from optpipe.train.lengths import SizeCosts, Sizes, tokens_of, varied_samples
 from optpipe.train.tasks import build_task
 from optpipe.train.tasks.base import Batch, Task
 from optpipe.train.update import StepOutcome, SumsLayout, Updates
-from optpipe.train.vocabulary import DividedLayer, check_activation, divided_layer, refuse_settings
+from optpipe.train.vocabulary import DividedLayer, check_activation, divided_layer
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -89,8 +89,6 @@ class Model:
         self.task = task or build_task(config, len(program.placement), program.microbatches, launch)
         self.devices, self.hardware = launch.own_devices, launch.hardware
         self.vocabulary: DividedLayer | None = None
-        if program.vocabulary is not None:
-            refuse_settings(config, self.hardware)
         self.stages = self._build_stages()
         self.shapes: MessageShapes | None = None
         self._slice_lengths: Sequence[int] = ()

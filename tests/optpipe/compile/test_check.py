@@ -173,7 +173,7 @@ def test_a_slab_that_is_too_small_is_refused(sharing: Program) -> None:
 
 
 def test_exchanges_in_another_order_or_missing_ones_are_refused() -> None:
-    program = compile_schedule(vocabulary_schedule(2, 2, 1))
+    program = compile_schedule(vocabulary_schedule(2, 2, 2))
     behind = moved(program, 0, "BROADCAST0.0", place(program, 0, "BROADCAST0.1"))
     actions = [a for a in program.devices[0] if str(a) != "REDUCE_INPUT0.1"]
     with pytest.raises(OrderError, match=r"before BROADCAST0\.0 at place"):

@@ -25,6 +25,7 @@ from optpipe.verify import verify
 from solver.build import build_schedule
 from solver.published.dualpipe_v import dualpipe_v
 from solver.published.seq1f1b import seq1f1b
+from tests.optpipe.compile.vocabulary import vocabulary_schedule
 from tests.optpipe.plot.schedules import all_forwards_first, pair
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.problems import problems
@@ -112,6 +113,14 @@ def test_slices_and_microbatches_of_other_sizes_are_refused() -> None:
     in_order = Orders([DeviceOrders(ops("F0.0 BW0.0 F0.1 BW0.1"))])
     with pytest.raises(InputError, match=r"^problem.microbatch_factors\[1\] makes this microbatch of another size"):
         torch_csv(build_schedule(problem, in_order, 0.0, "", 0.0))
+
+
+def test_spread_passes_are_refused_in_writing_and_reading() -> None:
+    schedule = vocabulary_schedule(2, 1, 1)
+    with pytest.raises(InputError, match=r"^problem\.spread has the passes S, T, for which torch's runtime has no"):
+        torch_csv(schedule)
+    with pytest.raises(InputError, match="has the passes S, T"):
+        read_torch_csv(b"0F0,0B0\n1F0,1B0\n", "file.csv", schedule.problem)
 
 
 def test_microbatches_keep_the_order_that_a_solver_chose() -> None:

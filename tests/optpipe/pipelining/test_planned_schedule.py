@@ -32,6 +32,7 @@ from optpipe.runtime.recorder import MemoryRecorder
 from optpipe.runtime.weight_gradients.split import Deferred
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
+from tests.optpipe.compile.vocabulary import vocabulary_schedule
 from tests.optpipe.runtime.chains import InParts
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.recomputing import SELECTIVE, SELECTIVE_AND_OFFLOAD, random_executable
@@ -77,6 +78,7 @@ def planned(**options: object) -> PlannedSchedule:
             in_slices(),
             "cuts sequences into 2 slices, which PlannedSchedule does not run.* Maybe train with",
         ),
+        (1, vocabulary_schedule(1, 3, 1), "has the spread passes S, T, which PlannedSchedule does not run"),
     ],
 )
 def test_stages_that_do_not_fit(found: int | list[PipelineStage], schedule: Schedule, said: str) -> None:
