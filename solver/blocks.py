@@ -1,8 +1,8 @@
 """Searches for problems with blocks of a forward and a backward (`Problem.overlaps`).
 
-No other search knows blocks. First come `dualpipe-v` and interleaved 1F1B. Then two searches find orders of ops apart:
-of the relaxation in which every op is as short as in its best block, with backwards in one piece, and of the ops as
-they are. Neighbours in what they find are joined.
+Of all searches annealing alone knows blocks. First come `dualpipe-v` and interleaved 1F1B. Then two searches find
+orders of ops apart: of the relaxation in which every op is as short as in its best block, with backwards in one piece,
+and of the ops as they are. Neighbours in what they find are joined. Annealing goes on from the best.
 """
 
 from __future__ import annotations
@@ -15,86 +15,95 @@ from optpipe.errors import DeadlockError, InfeasibleError, MethodError, NoSoluti
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.bounds import lower_bound_us
 from solver.bounds.blocks import block_relaxation, without_blocks
-from solver.build import snapped_bound, within_budgets
+from solver.build import within_budgets
 from solver.limits import Limits
 from solver.published.dualpipe_v import dualpipe_v
 from solver.published.interleaved import interleaved_1f1b
-from solver.scale import value_step_us
+from solver.scale import costs_have_codes
+from solver.searches import SEARCHES
 from solver.solution import OnProgress, Progress, Solution
+from solver.strategy import SharedIncumbent, TimeSlice, run_subsolvers
 
 MOST_OPS = 200_000
 """Ops that are timed to join neighbours: some tenths of a second of a core."""
 
-SHARES = (0.4, 1.0)
+PUBLISHED = (("dualpipe-v", dualpipe_v), ("interleaved-1f1b", interleaved_1f1b))
+"""Published schedules with blocks; they know no spread passes."""
+
+SHARES = (0.2, 0.3)
 """Shares of the time left for the search of the relaxation, and of what is left then for that of the ops apart."""
+
+SHARES_OF_TWO = (0.4, 1.0)
+"""The same without annealing."""
 
 Search = Callable[[Problem, Limits, OnProgress, Sequence[Orders]], Solution]
 """Search of a problem without blocks, from orders to begin with."""
 
 
 def search_with_blocks(
-    problem: Problem, limits: Limits, on_progress: OnProgress | None, starts: Sequence[Orders], search: Search
+    problem: Problem,
+    limits: Limits,
+    on_progress: OnProgress | None,
+    starts: Sequence[Orders],
+    search: Search,
+    *,
+    anneals: bool,
 ) -> Solution:
-    """The best of both searches, with blocks. Raises what they raise where neither found anything."""
-    found = _Found(problem, limits, on_progress)
+    """The best of both searches, with blocks, and of annealing if it is asked for and can join.
+
+    Raises what the first two raise where nothing was found.
+    """
+    shared = SharedIncumbent(problem, limits, on_progress)
     begun = []
-    for name, make in (("dualpipe-v", dualpipe_v), ("interleaved-1f1b", interleaved_1f1b)):
+    for name, make in () if problem.spread or problem.gates else PUBLISHED:
         with suppress(MethodError):
             begun.append((make(problem), name))
     begun += [(orders, "neighbour") for orders in starts]
     for orders, name in begun:
-        found.offer(orders, name)
+        _offer(shared, orders, name)
+
+    def report(progress: Progress) -> None:
+        if progress.solution.orders is not None:
+            _offer(shared, progress.solution.orders, progress.solution.method)
+
     apart_starts = [replace(orders, blocks={}) for orders, _ in begun]
     relaxed, apart = block_relaxation(problem), without_blocks(problem)
     whole = relaxed.replaced(stages=[stage.replaced(split_backward=False) for stage in relaxed.stages])
+    anneals = (
+        anneals
+        and not (problem.has_modes or problem.spread or problem.gates)
+        and costs_have_codes(problem)
+        and "search" not in limits.without
+    )
     failure: InfeasibleError | MethodError | NoSolutionError | None = None
-    for part_of, share in zip((whole, apart), SHARES, strict=True):
-        if limits.cancel.requested or found.is_good_enough:
-            break
-        try:
-            solution = search(part_of, limits.part(share), found.report, apart_starts if part_of is apart else ())
-        except (InfeasibleError, MethodError, NoSolutionError) as error:
-            failure = error if part_of is apart else failure
-            continue
-        if solution.orders is not None:
-            found.offer(solution.orders, solution.method)
-    if found.best.orders is None:
+    with limits.cancel.calling(shared.stop.request):
+        for part_of, share in zip((whole, apart), SHARES if anneals else SHARES_OF_TWO, strict=True):
+            if shared.stop.requested:
+                break
+            part = replace(limits.part(share), cancel=shared.stop)
+            try:
+                solution = search(part_of, part, report, apart_starts if part_of is apart else ())
+            except (InfeasibleError, MethodError, NoSolutionError) as error:
+                failure = error if part_of is apart else failure
+                continue
+            if solution.orders is not None:
+                _offer(shared, solution.orders, solution.method)
+        if anneals and shared.best.orders is not None and not shared.stop.requested:
+            share = 1.0 if limits.deterministic_limit is None else 1 - sum(SHARES)
+            annealing = TimeSlice("search", SEARCHES["search"], share, limits.workers, once=True)
+            run_subsolvers(problem, shared, [[annealing]])
+    if shared.best.orders is None:
         raise failure or NoSolutionError("nothing within the budgets was found. Maybe allow more time (--time-limit).")
-    return found.best
+    return shared.best
 
 
-class _Found:
-    """The best solution with blocks so far."""
-
-    def __init__(self, problem: Problem, limits: Limits, on_progress: OnProgress | None) -> None:
-        self.problem, self.limits = problem, limits
-        self.best = Solution(bound_us=lower_bound_us(problem, limits.without))
-        self._on_progress = on_progress
-
-    @property
-    def is_good_enough(self) -> bool:
-        """True if the gap that was asked for is reached."""
-        return self.limits.reached(self.best.value_us, self.best.bound_us)
-
-    def report(self, progress: Progress) -> None:
-        """Take what a search has found so far."""
-        if progress.solution.orders is not None:
-            self.offer(progress.solution.orders, progress.solution.method)
-
-    def offer(self, orders: Orders, method: str) -> None:
-        """Keep these orders, or those with every pair of neighbours joined, if they are better than what is known."""
-        for some, name in ((orders, method), (joined_orders(self.problem, orders), f"{method}, joined")):
-            if (value_us := value_within_budgets_us(self.problem, some)) < self.best.value_us:
-                self.keep(some, value_us, name)
-
-    def keep(self, orders: Orders, value_us: float, method: str) -> None:
-        """Keep better orders, and report them."""
-        bound_us = snapped_bound(value_us, self.best.bound_us, value_step_us(self.problem))
-        self.best = replace(self.best, orders=orders, value_us=value_us, bound_us=bound_us, method=method)
-        if self._on_progress:
-            self._on_progress(Progress(self.best, self.limits.seconds))
+def _offer(shared: SharedIncumbent, orders: Orders, method: str) -> None:
+    """Offer these orders, and those with every pair of neighbours joined."""
+    for some, name in ((orders, method), (joined_orders(shared.problem, orders), f"{method}, joined")):
+        value_us = value_within_budgets_us(shared.problem, some)
+        if value_us < shared.best.value_us:
+            shared.offer(Solution(some, value_us, method=name))
 
 
 def value_within_budgets_us(problem: Problem, orders: Orders) -> float:

@@ -200,7 +200,7 @@ def refuse_too_many_costs(problem: Problem) -> None:
 
 def _code_bits(problem: Problem) -> int:
     """Bits for the unit, for one of six kinds and the stage, and for the unit's costs in each of the stage's ways."""
-    ways = 1
+    ways = 2 if problem.overlaps else 1
     if problem.has_modes:
         ways = max(
             sum(2 if mode.recomputes and mode.segment_bytes is not None else 1 for mode in stage.choices)

@@ -84,7 +84,8 @@ def search(
         def apart(whole: Problem, part: Limits, on_progress: OnProgress | None, begun: Sequence[Orders]) -> Solution:
             return search(whole, method, part, on_progress, begun, on_searching)
 
-        return search_with_blocks(problem, limits, on_progress, starts, apart)
+        anneals = chosen.name in ("auto", "search")
+        return search_with_blocks(problem, limits, on_progress, starts, apart, anneals=anneals)
     if chosen.orders is not None:
         orders = published_orders(chosen, problem)
         value_us = simulate(problem, orders).value_us

@@ -53,8 +53,8 @@ def lower_bounds_us(problem: Problem, without: Set[str] = frozenset()) -> dict[s
     """
     if problem.spread or problem.gates:
         bounds = lower_bounds_us(problem.replaced(spread=None, gates=None), without)
-        relaxed = block_relaxation(problem) if problem.overlaps else problem
-        return bounds | _kept({"spread": spread_bound_us(relaxed)}, without)
+        apart = block_relaxation(problem) if problem.overlaps else problem
+        return bounds | _kept({"spread": spread_bound_us(apart)}, without)
     if problem.overlaps:
         apart, bounds = without_blocks(problem), lower_bounds_us(block_relaxation(problem), without)
         if not problem.has_factors and problem.slice_count == 1:  # a block makes no op shorter

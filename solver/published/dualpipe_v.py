@@ -27,12 +27,10 @@ from solver.published.passes import general_methods, require_v_shape
 
 
 def dualpipe_v(problem: Problem) -> Orders:
-    """The schedule. Raises MethodError on placement, slices, passes, or for fewer microbatches than stages."""
+    """The schedule. Raises MethodError on placement, slices, or for fewer microbatches than stages."""
     require_v_shape(problem, "dualpipe-v")
     if problem.slice_count > 1:
         raise MethodError(f"dualpipe-v runs microbatches whole, but slices.count is {problem.slice_count}.")
-    if problem.spread or problem.gates:
-        raise MethodError(f"dualpipe-v knows no spread passes, but the problem has {', '.join(problem.pass_names)}.")
     devices, m = len(problem.devices), problem.microbatches
     if m < 2 * devices:
         raise MethodError(

@@ -88,6 +88,15 @@ def test_joining_neighbours_makes_nothing_longer(seed: int) -> None:
     assert simulate(problem, better).value_us <= simulate(problem, orders).value_us
 
 
+@pytest.mark.parametrize(("budget", "most_us"), [(5, 29), (4, 35)])
+def test_annealing_joins_what_no_order_of_ops_apart_shows(budget: int, most_us: float) -> None:
+    """Values of an exact model of all orders and blocks are 29, proved, and 34; DualPipeV needs 5, for 30."""
+    problem = v_blocks(2, 6, 2, devices=[{"memory_bytes": budget}] * 2)
+    schedule = solve(problem, limits=Limits(600, workers=1, deterministic_limit=0.4))
+    assert schedule.value_us <= most_us
+    assert schedule.status == ("optimal" if budget == 5 else "feasible")
+
+
 @pytest.mark.parametrize("budget", [None, 9, 6])
 def test_a_search_is_never_worse_than_dualpipe_v_and_needs_less_memory(budget: int | None) -> None:
     data = v_blocks(4, 8, 2.4).to_data()

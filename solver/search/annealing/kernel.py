@@ -22,7 +22,22 @@ import numpy as np
 from numba import njit
 
 from optpipe.ops import Floats, Ints
-from solver.search.annealing.sequence import KINDS, MARKS, NONE, Codes, Merged, O, R, Table, W, copy, equal, fill, size
+from solver.search.annealing.sequence import (
+    KINDS,
+    MARKS,
+    NONE,
+    B,
+    Codes,
+    Merged,
+    O,
+    R,
+    Table,
+    W,
+    copy,
+    equal,
+    fill,
+    size,
+)
 
 NEVER_US = 1e300
 
@@ -96,6 +111,7 @@ def sweep(
     shift, step, offloads = table.shift, table.step, O * table.stages
     compute, copies, groups = table.streams, table.streams + table.devices, table.streams + 2 * table.devices
     mask, keys = (1 << shift) - 1, table.key_mask
+    blocks, backwards = table.has_blocks, B * table.stages << shift
     clock = np.empty(groups + len(table.first))
     copy(times.marks[mark], clock)
     done, total = mark * step, size(merged)
@@ -113,6 +129,20 @@ def sweep(
                 x = code & keys
                 i = x & mask
                 at = clock[record.stream]
+                duration_us, in_block = record.duration_us, blocks and merged.block_us[x] >= 0
+                if in_block:
+                    duration_us = merged.block_us[x]
+                    if x < backwards:  # its backward stands behind it, and begins with it
+                        follower = table.classes[merged.ops[q + 1] >> shift]
+                        j = merged.ops[q + 1] & mask
+                        if follower.before >= 0:
+                            y = follower.before << shift | j
+                            h = table.classes[follower.before].group
+                            if h != g and merged.place[y] >= clock[groups + h]:
+                                break
+                            at = max(at, times.end_us[y] + follower.delay_us)
+                        if follower.returns >= 0 and merged.place[follower.returns << shift | j] >= 0:
+                            at = max(at, times.end_us[follower.returns << shift | j])
                 if record.before >= 0:
                     y = record.before << shift | i
                     h = table.classes[record.before].group
@@ -127,9 +157,13 @@ def sweep(
                     at = max(at, clock[copies + record.device])
                     if x >> shift >= offloads:
                         at = max(at, clock[compute + record.device])
-                if at > latest.start_us[x] + slack_us and (q < touched[0, g] or q > touched[1, g]):
+                if (
+                    at > latest.start_us[x] + slack_us
+                    and (q < touched[0, g] or q > touched[1, g])
+                    and (not in_block or x < backwards)  # a backward in a block has begun with its forward
+                ):
                     return done, NONE, later_us
-                at += record.duration_us
+                at += duration_us
                 if at != times.end_us[x]:
                     if x >> shift < W * table.stages:  # F and B, whose ends other stages wait for
                         later_us += at - times.end_us[x]
@@ -179,7 +213,7 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
     """
     shift, step, offloads, reloads = table.shift, table.step, O * table.stages, R * table.stages
     acquired, reloaded = table.streams, table.streams + table.devices
-    mask, keys = (1 << shift) - 1, table.key_mask
+    mask, keys, blocks = (1 << shift) - 1, table.key_mask, table.has_blocks
     clock = np.empty(latest.marks.shape[1])
     copy(latest.marks[row], clock)
     begin = size(merged) if row > MARKS else row * step
@@ -199,7 +233,21 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
             if x >> shift >= offloads:
                 end = min(end, clock[acquired + record.device])
         start = end - record.duration_us
-        if start != latest.start_us[x]:
+        own = True
+        if blocks and merged.block_us[x] >= 0:
+            start = end - merged.block_us[x]
+            own = x >> shift < B * table.stages or x >> shift >= W * table.stages
+            if x >> shift < B * table.stages:
+                code = merged.ops[merged.place[x] + 1]
+                follower, y = table.classes[code >> shift], code & keys
+                j = y & mask
+                if start != latest.start_us[y]:
+                    latest.start_us[y] = start
+                    if follower.before >= 0:
+                        reach = min(reach, times.position[follower.before << shift | j])
+                    if follower.returns >= 0 and merged.place[follower.returns << shift | j] >= 0:
+                        reach = min(reach, times.position[follower.returns << shift | j])
+        if own and start != latest.start_us[x]:  # a backward in a block begins with its forward
             latest.start_us[x] = start
             if record.before >= 0:
                 reach = min(reach, times.position[record.before << shift | i])

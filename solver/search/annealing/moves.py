@@ -29,7 +29,9 @@ from solver.search.annealing.sequence import (
     W,
     Word,
     below,
+    block_at,
     fill,
+    note_blocks,
     size,
     turned,
     unit,
@@ -47,6 +49,28 @@ def clear(touched: Ints) -> None:
 
 
 @njit(cache=True)
+def widen(table: Table, merged: Merged, touched: Ints, g: int) -> None:
+    """Mark the places from which on, and up to which, blocks may be others than before, and note these."""
+    if table.has_blocks:
+        end = table.first[g] + merged.length[g]
+        touched[0, g] = max(table.first[g], touched[0, g] - 2)
+        touched[1, g] = max(touched[1, g], min(end - 1, touched[1, g] + 2))
+        note_blocks(table, merged, touched[0, g], min(end, touched[1, g] + 1))
+
+
+@njit(cache=True)
+def saved_us(table: Table, merged: Merged, touched: Ints) -> float:
+    """Compute by how much less time the ops at touched places take in their blocks."""
+    total = 0.0
+    for g in range(len(table.first)):
+        for q in range(touched[0, g], min(touched[1, g] + 1, table.first[g] + merged.length[g])):
+            time_us = merged.block_us[merged.ops[q] & table.key_mask]
+            if time_us >= 0:
+                total += table.classes[merged.ops[q] >> table.shift].duration_us - time_us
+    return total
+
+
+@njit(cache=True)
 def copy_touched(table: Table, source: Merged, target: Merged, touched: Ints) -> None:
     """Make `target` equal to `source`, which differs from it in touched places only."""
     for g in range(len(table.first)):
@@ -58,6 +82,8 @@ def copy_touched(table: Table, source: Merged, target: Merged, touched: Ints) ->
         for q in range(touched[0, g], min(touched[1, g] + 1, begin + source.length[g])):
             target.ops[q] = source.ops[q]
             target.place[source.ops[q] & table.key_mask] = q
+            if table.has_blocks:
+                target.block_us[source.ops[q] & table.key_mask] = source.block_us[source.ops[q] & table.key_mask]
         target.length[g] = source.length[g]
 
 
@@ -152,6 +178,8 @@ def shift(table: Table, merged: Merged, touched: Ints, x: int, target: int) -> N
 def shift_by(table: Table, merged: Merged, touched: Ints, x: int, distance: int) -> bool:
     """Move `x` by up to `distance` places, as far as it may go. False where it may not move at all."""
     at = merged.place[x]
+    if table.has_blocks and block_at(table, merged, at) >= 0:
+        return _shift_block(table, merged, touched, x, distance)
     if distance < 0:
         target = max(at + distance, earliest(table, merged, x))
         if target >= at:
@@ -161,6 +189,42 @@ def shift_by(table: Table, merged: Merged, touched: Ints, x: int, distance: int)
         if target <= at:
             return False
     shift(table, merged, touched, x, target)
+    return True
+
+
+@njit(cache=True)
+def _shift_block(table: Table, merged: Merged, touched: Ints, forward: int, distance: int) -> bool:
+    """Move a block by up to `distance` places, as far as all of its ops may go."""
+    at = merged.place[forward]
+    backward = int(merged.ops[at + 1] & table.key_mask)
+    weight = backward + (table.stages << table.shift)
+    split = merged.place[weight] >= 0
+    if distance < 0:
+        target = max(at + distance, earliest(table, merged, forward), earliest(table, merged, backward))
+        if split:
+            target = max(target, neighbour(table, merged, weight, -1) + 1)
+        if target >= at:
+            return False
+        shift(table, merged, touched, forward, target)
+        shift(table, merged, touched, backward, target + 1)
+        if split:
+            shift(table, merged, touched, weight, target + 2)
+        return True
+    end = at + 1 + split
+    step = min(distance, last(table, merged, int(merged.ops[end] & table.key_mask)) - end)
+    step = min(step, last(table, merged, forward) - end)
+    following = neighbour(table, merged, backward, 1)
+    if following >= 0:
+        step = min(step, following - 1 - end)
+    after = table.classes[backward >> table.shift].after
+    if after >= 0 and table.classes[after].group == table.classes[forward >> table.shift].group:
+        step = min(step, merged.place[after << table.shift | backward & ((1 << table.shift) - 1)] - 1 - end)
+    if step <= 0:
+        return False
+    if split:
+        shift(table, merged, touched, weight, end + step)
+    shift(table, merged, touched, backward, at + 1 + step)
+    shift(table, merged, touched, forward, at + step)
     return True
 
 
@@ -275,9 +339,10 @@ def set_way(table: Table, merged: Merged, touched: Ints, random: Word, s: int, i
     return True
 
 
-SHIFT, FILL, CHAIN, DIAGONAL, GRID, OFFLOAD, RELAY, WAY, EXCHANGE, REORDER = range(10)
-"""The kinds of moves; OFFLOAD and RELAY need offloads, WAY and EXCHANGE modes, REORDER a free order of microbatches."""
-MOVES = 10
+SHIFT, FILL, CHAIN, DIAGONAL, GRID, OFFLOAD, RELAY, WAY, EXCHANGE, REORDER, JOIN = range(11)
+"""The kinds of moves; OFFLOAD and RELAY need offloads, WAY and EXCHANGE modes, REORDER a free order of microbatches,
+JOIN blocks."""
+MOVES = 11
 
 
 @njit(cache=True)
@@ -299,7 +364,10 @@ def propose(
     if move == REORDER and table.free_order:
         _reorder(table, merged, touched, random)
         return True
-    if move == REORDER or (move >= OFFLOAD and len(table.choosing) == 0):
+    if move == JOIN and table.has_blocks:
+        _join_or_part(table, merged, touched, random, _random_op(table, merged, times, latest, random))
+        return True
+    if move in (JOIN, REORDER) or (move >= OFFLOAD and len(table.choosing) == 0):
         return True  # by rounding alone, its weight being 0
     if move == WAY:
         return _change_ways(table, merged, touched, random)
@@ -342,6 +410,11 @@ def _random_op(table: Table, merged: Merged, times: Times, latest: Latest, rando
     for _ in range(8):
         x = code & table.key_mask
         start = times.end_us[x] - table.classes[code >> table.shift].duration_us
+        if table.has_blocks and merged.block_us[x] >= 0:
+            if x >> table.shift >= B * table.stages:
+                code = times.order[below(random, total)]  # it begins with its forward
+                continue
+            start = times.end_us[x] - merged.block_us[x]
         if latest.start_us[x] - start <= 1e-9 * start:
             break
         code = times.order[below(random, total)]
@@ -362,6 +435,78 @@ def _fill(table: Table, merged: Merged, touched: Ints, random: Word, x: int) -> 
         if earliest(table, merged, y) <= place:
             shift(table, merged, touched, y, place)
             return
+
+
+@njit(cache=True)
+def _join_or_part(table: Table, merged: Merged, touched: Ints, random: Word, x: int) -> None:
+    """Join a forward near an op and a near backward, now and then those of the next units too; or part a block."""
+    mask, g = (1 << table.shift) - 1, table.classes[x >> table.shift].group
+    begin, end = table.first[g], table.first[g] + merged.length[g]
+    at = _near(random, merged.place[x], begin, end)
+    for _ in range(4):
+        if merged.ops[at] & table.key_mask < table.stages << table.shift:
+            break
+        at = _near(random, merged.place[x], begin, end)
+    forward = int(merged.ops[at] & table.key_mask)
+    if forward >= table.stages << table.shift:
+        return
+    number = int(merged.ops[at] >> table.way_shift)
+    if merged.block_us[forward] >= 0 and below(random, 2):
+        renumber(table, merged, touched, forward, number - 1)
+        return
+    for _ in range(8):
+        backward = int(merged.ops[_near(random, at, begin, end)] & table.key_mask)
+        b = (backward >> table.shift) - B * table.stages
+        if 0 <= b < table.stages and table.block_us[forward >> table.shift, b] >= 0:
+            break
+    else:
+        return
+    pull, count = below(random, 2), 1 if below(random, 3) else 1 + below(random, 1 << (1 + below(random, 6)))
+    for k in range(min(count, table.units - max(forward & mask, backward & mask))):
+        if forward & mask != backward & mask:
+            _join(table, merged, touched, forward + k, backward + k, pull)
+
+
+@njit(cache=True)
+def _near(random: Word, at: int, begin: int, end: int) -> int:
+    """A random place, most often a near one, of those from `begin` up to `end`."""
+    distance = below(random, 1 << (1 + below(random, 6)))
+    return int(max(begin, at - distance) if below(random, 2) else min(end - 1, at + distance))
+
+
+@njit(cache=True)
+def _join(table: Table, merged: Merged, touched: Ints, forward: int, backward: int, pull: int) -> None:
+    """Bring a forward and a backward together, the one that is later first (`pull`) or last, and the W behind both.
+
+    They may come no nearer than what they depend on lets them.
+    """
+    weight = backward + (table.stages << table.shift)
+    if merged.place[backward] > merged.place[forward]:
+        for k in range(2):
+            if k == pull:
+                target = min(last(table, merged, forward), merged.place[backward] - 1)
+                shift(table, merged, touched, forward, max(target, merged.place[forward]))
+            else:
+                target = max(earliest(table, merged, backward), merged.place[forward] + 1)
+                shift(table, merged, touched, backward, min(target, merged.place[backward]))
+    else:
+        for k in range(2):
+            if k == pull:
+                if merged.place[weight] >= 0 and merged.place[weight] < merged.place[forward]:
+                    target = min(last(table, merged, weight), merged.place[forward])
+                    shift(table, merged, touched, weight, max(target, merged.place[weight]))
+                target = min(last(table, merged, backward), merged.place[forward])
+                shift(table, merged, touched, backward, max(target, merged.place[backward]))
+            else:
+                target = max(earliest(table, merged, forward), merged.place[backward])
+                shift(table, merged, touched, forward, min(target, merged.place[forward]))
+            if merged.place[backward] > merged.place[forward]:
+                break
+    if merged.place[weight] >= 0:
+        target = max(earliest(table, merged, weight), merged.place[backward] + 1)
+        shift(table, merged, touched, weight, min(target, merged.place[weight]))
+    number = int(merged.ops[merged.place[forward]] >> table.way_shift)
+    renumber(table, merged, touched, forward, number + 1 - number % table.ways)
 
 
 @njit(cache=True)
@@ -551,7 +696,12 @@ def keeps_budgets(table: Table, merged: Merged, levels: Ints, touched: Ints, g: 
     q = _first_counted(table, levels, touched, g, level)
     while q < table.first[g] + merged.length[g] and q <= touched[1, g]:
         record = table.classes[merged.ops[q] >> table.shift]
-        if record.need_bytes > 0 and level[record.device] + record.need_bytes > table.budget_bytes[record.device]:
+        need_bytes = record.need_bytes
+        if table.has_blocks and merged.block_us[merged.ops[q] & table.key_mask] >= 0:
+            need_bytes = 0  # its forward takes it
+            if (merged.ops[q] & table.key_mask) >> table.shift < B * table.stages:
+                need_bytes = record.block_bytes + table.classes[merged.ops[q + 1] >> table.shift].block_bytes
+        if need_bytes > 0 and level[record.device] + need_bytes > table.budget_bytes[record.device]:
             if repairs == 0 or not _repair(table, merged, touched, q, pull):
                 return False
             repairs -= 1

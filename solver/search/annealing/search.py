@@ -33,6 +33,7 @@ from solver.search.annealing.kernel import (
 )
 from solver.search.annealing.moves import (
     EXCHANGE,
+    JOIN,
     MOVES,
     OFFLOAD,
     RELAY,
@@ -44,6 +45,8 @@ from solver.search.annealing.moves import (
     keeps_budgets,
     note_levels,
     propose,
+    saved_us,
+    widen,
 )
 from solver.search.annealing.sequence import (
     MARKS,
@@ -64,13 +67,13 @@ from solver.search.annealing.sequence import (
 from solver.serial import serial_orders
 from solver.solution import OnSolution, Solution
 
-WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5, 1.0, 1.0, 1.0])
+WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5, 1.0, 1.0, 1.0, 2.0])
 """Relative frequency of each kind of move; those without an object in a problem have none there."""
 
 VALUE, MEAN_SPAN, ENERGY, BEST = range(4)
 """Indices into `State.numbers`."""
 
-MEAN, FLOW = range(2)
+MEAN, FLOW, SAVED = range(3)
 """Indices into `State.energy_weights`."""
 
 PROPOSAL_WORK = 20
@@ -87,11 +90,12 @@ class State(NamedTuple):
     """One annealing: the sequences tried and those kept, their times, and the best sequences.
 
     Annealing minimizes an energy: the value, plus ``energy_weights[MEAN]`` times the mean span, plus
-    ``energy_weights[FLOW]`` times the sum of the ends of all F and B (less what it was at the beginning). Both lead
-    across the plateaus of the value. `numbers`: value, mean span and energy of what is kept, best value. `work`: ops
-    timed so far, with the cost of the rest in ops timed. `start_us`: when each device begins. `levels`: the bytes on
-    its device before each place of what is kept. `touched`: where `tried` differs from that. `weights`: relative
-    frequency of each kind of move.
+    ``energy_weights[FLOW]`` times the sum of the ends of all F and B, less ``energy_weights[SAVED]`` times what blocks
+    save a device in the mean (both less what they were at the beginning). They lead across the plateaus of the value:
+    early ends leave room, and one block alone only makes its device wait, where many make all devices faster.
+    `numbers`: value, mean span and energy of what is kept, best value. `work`: ops timed so far, with the cost of the
+    rest in ops timed. `start_us`: when each device begins. `levels`: the bytes on its device before each place of what
+    is kept. `touched`: where `tried` differs from that. `weights`: relative frequency of each kind of move.
     """
 
     table: Table
@@ -128,7 +132,7 @@ def build_state(table: Table, merged: Merged, seed: int) -> State | None:
         work=np.zeros(1, np.int64),
         random=np.array([2 * seed + 1], np.uint64),
         weights=WEIGHTS * _possible_moves(table),
-        energy_weights=np.array([1.0, 0.005]),
+        energy_weights=np.array([1.0, 0.005, 0.0]),
     )
     return state if begin_annealing(state, merged) else None
 
@@ -136,9 +140,10 @@ def build_state(table: Table, merged: Merged, seed: int) -> State | None:
 def _possible_moves(table: Table) -> Ints:
     """1 for each kind of move that a problem has an object for, else 0."""
     kinds = np.arange(MOVES)
-    choices = (kinds == WAY) | (kinds == EXCHANGE) if table.ways > 1 else (kinds == OFFLOAD) | (kinds == RELAY)
+    modes = table.ways > 1 and not table.has_blocks
+    choices = (kinds == WAY) | (kinds == EXCHANGE) if modes else (kinds == OFFLOAD) | (kinds == RELAY)
     possible = (kinds < OFFLOAD) | (choices & (len(table.choosing) > 0))
-    possible |= (kinds == REORDER) & table.free_order
+    possible |= ((kinds == REORDER) & table.free_order) | ((kinds == JOIN) & table.has_blocks)
     return np.asarray(possible, np.int64)
 
 
@@ -188,8 +193,12 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
         if mark == NONE:
             _revert(state, 0, 0)
             continue
+        bonus = 0.0
+        if table.has_blocks:
+            bonus = saved_us(table, state.tried, state.touched) - saved_us(table, state.kept, state.touched)
+            bonus *= state.energy_weights[SAVED] / table.devices
         # A share of the value above the threshold, for sums of floats in another order.
-        slack_us = threshold - state.numbers[ENERGY] + 1e-9 * state.numbers[VALUE]
+        slack_us = threshold - state.numbers[ENERGY] + bonus + 1e-9 * state.numbers[VALUE]
         done, row, later_us = sweep(
             table,
             state.tried,
@@ -206,7 +215,7 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
             value, mean = value_us(table, state.tried, state.times, state.start_us)
         energy = state.numbers[ENERGY] + value - state.numbers[VALUE]
         energy += state.energy_weights[MEAN] * (mean - state.numbers[MEAN_SPAN])
-        energy += state.energy_weights[FLOW] * later_us
+        energy += state.energy_weights[FLOW] * later_us - bonus
         if row == NONE or energy > threshold:
             _revert(state, mark, done)
             continue
@@ -275,8 +284,13 @@ def _first_mark(state: State) -> int:
     for g in range(len(table.first)):
         if touched[1, g] < 0:
             continue
+        widen(table, state.tried, touched, g)
         if not keeps_budgets(table, state.tried, state.levels, touched, g, repairs, pull):
             return NONE
+        if table.has_blocks:  # repairs may have joined and parted ops
+            widen(table, state.tried, touched, g)
+            if not keeps_budgets(table, state.tried, state.levels, touched, g, 0, pull):
+                return NONE
         state.work[0] += (touched[1, g] - touched[0, g]) // PLACES_AN_OP
         end = table.first[g] + state.kept.length[g] - 1
         first = min(first, state.kept_times.position[state.kept.ops[min(touched[0, g], end)] & table.key_mask])
@@ -297,13 +311,14 @@ FIRST_CYCLE_S = 1.0
 
 
 class Cooling(NamedTuple):
-    """Cooling schedule of a cycle: first temperature, in mean durations of a compute op; the weight of early ends."""
+    """Cooling schedule of a cycle: first temperature, in mean durations of a compute op; weights in the energy."""
 
     temperature: float
     flow: float
+    saved: float
 
 
-COOLINGS = (Cooling(0.02, 0.005), Cooling(0.1, 0.002), Cooling(0.2, 0.0), Cooling(0.03, 0.02))
+COOLINGS = (Cooling(0.02, 0.005, 1.0), Cooling(0.1, 0.002, 4.0), Cooling(0.2, 0.0, 4.0), Cooling(0.03, 0.02, 0.0))
 """Large problems gain most from cool beginnings, small ones from hot ones; early ends lead across wide plateaus."""
 
 OPS_TO_COOL = 1e7
@@ -395,7 +410,7 @@ class _Thread:
             ops_to_cool = OPS_TO_COOL * self.state.best.length.sum()
             hottest = float(((end - first) * WORK_PER_UNIT / ops_to_cool) ** 0.5)
             temperature_us = self.mean_duration_us * min(cooling.temperature, hottest)
-            self.state.energy_weights[FLOW] = cooling.flow
+            self.state.energy_weights[FLOW], self.state.energy_weights[SAVED] = cooling.flow, cooling.saved
             while not self._over() and self._spent() < end:
                 done = min(1.0, (self._spent() - first) / (end - first))
                 if self.state.table.spans and self.state.table.free_order:

@@ -18,6 +18,11 @@ ops by ``code & key_mask``, which has no such number. W costs the same in every 
 factors the number is 0, and codes are ops. Where the order of the microbatches is free, the unit classes of the units
 are that order: microbatches of one class are alike, and keep the order of their numbers in the problem.
 
+Where pairs of stages may run as one block (`Problem.overlaps`), an F of way 1 *joins*: it is one block with the
+backward right behind it if they may be one, and with the W of that, which stands behind both. So a block is a matter of
+places, and whatever comes between its ops parts them. Its F takes the time of the block and waits for what either op
+needs, its B and W take none (`Merged.block_us`). Problems with activation modes have no blocks here.
+
 Random numbers are xorshift (Marsaglia 2003), since numba's own generator belongs to a thread: this one belongs to a
 search, so that a seed gives one run.
 """
@@ -74,6 +79,8 @@ _CLASS = np.dtype(
         ("after_us", np.float64),  # the delay to `after`
         ("need_bytes", np.int64),  # the most that it adds while it runs or at its end
         ("change_bytes", np.int64),  # what it leaves behind
+        ("block_bytes", np.int64),  # for F and B: what it takes at the start of a block
+        ("factor", np.float64),  # for F and B: that of its unit, by the larger of which the time of a block grows
         ("drawn", np.int32),  # for F: the number of ways among which moves choose, the first ones
         ("copies", np.int32),  # for F: 1 if its way has O and R
         ("again", np.int32),  # for F: 1 if its way has C
@@ -87,8 +94,10 @@ class Table(NamedTuple):
 
     `first`: by group, where its part of the sequence array begins. `alone`: by group, its device if it has one only.
     `step`: ops from one mark of a sweep to the next. `choosing`: the stages that may offload, or with several ways.
-    `key_mask`: the lowest `way_shift` bits of a code. `free_order`: True if microbatches may change places. All
-    functions are given the table by value, so it is kept small.
+    `key_mask`: the lowest `way_shift` bits of a code. `free_order`: True if microbatches may change places.
+    `has_blocks`: True if a forward and a backward may be one block. `block_us`: the time of one by the stages of both,
+    for units of factor 1; below 0 where they may not be one. All functions are given the table by value, so it is kept
+    small.
     """
 
     shift: int
@@ -108,6 +117,8 @@ class Table(NamedTuple):
     way_shift: int
     key_mask: int
     free_order: bool
+    has_blocks: bool
+    block_us: Floats
 
 
 def build_table(problem: Problem) -> Table:
@@ -121,6 +132,9 @@ def build_table(problem: Problem) -> Table:
     capacity = np.bincount(classes["group"][:keys], minlength=len(problem.channel_groups)) * m
     copying = [s for s, stage in enumerate(problem.stages) if any(mode.offload for mode in stage.choices)]
     recomputing = sum(any(mode.recomputes for mode in stage.choices) for stage in problem.stages)
+    block_us = np.full((count, count), -1.0)
+    for stages, time_us in problem.block_us.items() if _has_blocks(problem) else ():
+        block_us[stages] = time_us
     return Table(
         shift=shift,
         stages=count,
@@ -139,7 +153,13 @@ def build_table(problem: Problem) -> Table:
         way_shift=way_shift,
         key_mask=(1 << way_shift) - 1,
         free_order=problem.has_free_order,
+        has_blocks=_has_blocks(problem),
+        block_us=block_us,
     )
+
+
+def _has_blocks(problem: Problem) -> bool:
+    return bool(problem.overlaps) and not problem.has_modes
 
 
 @njit(cache=True)
@@ -154,12 +174,13 @@ def turned(slices: int, forwards: bool, place: int) -> int:
 def stage_ways(problem: Problem, s: int) -> Sequence[Variant]:
     """The ways of a stage: its variants, then the modes that these leave out, since a start may have them.
 
-    Without modes there is one, which is kept; there an activation leaves if its O is in the sequence.
+    Without modes there is one, which is kept; there an activation leaves if its O is in the sequence. Where there are
+    blocks there is another, of an F that joins.
     """
     stage = problem.stages[s]
     found = list(variants(stage))
     if not problem.has_modes:
-        return found[:1]
+        return found[:1] * (2 if _has_blocks(problem) else 1)
     others = set(range(len(stage.choices))) - {way.choice for way in found}
     return found + [Variant(choice, stage.choices[choice]) for choice in sorted(others)]
 
@@ -221,11 +242,20 @@ def _classes(problem: Problem, ways: Sequence[Sequence[Variant]], stride: int) -
             costs["duration_us"], costs["change_bytes"] = graph.duration_us[types], changes
             costs["need_bytes"] = np.maximum(effects[:, 0], changes)
             costs["acquires"], costs["releases"] = (effects[:, 0] > 0) | (changes > 0), effects[:, 1] < 0
+            whole = graph.types_of_stage([CODE[kind_of("B", "W")]], s, option, unit_class)
+            costs["block_bytes"] = graph.device_bytes[whole, 0]
+            costs["block_bytes"][own.index(s)] = effects[own.index(s), 0]
+            costs["factor"] = [_block_factor(problem, kind, s, unit_class) for kind in there]
             records[[*own]] = costs
             record = records[s]
             record["drawn"] = len(variants(stages[s]))
             record["copies"], record["again"] = way.mode.offload is not None, way.ahead
     return classes
+
+
+def _block_factor(problem: Problem, kind: str, stage: int, unit_class: int) -> float:
+    own = problem.unit_factors(stage, problem.class_units[unit_class])
+    return float(own.forward if kind == "F" else max(own.backward_input, own.backward_weight))
 
 
 def _op_kind(kind: str, stage: Stage, way: Variant, named: bool) -> str | None:
@@ -257,11 +287,50 @@ KIND_OF_ORDERS = np.array(codes(KINDS))
 
 
 class Merged(NamedTuple):
-    """The sequences: `ops[first[g] : first[g] + length[g]]` is that of group g; `place[op]` is an index into `ops`."""
+    """The sequences: `ops[first[g] : first[g] + length[g]]` is that of group g; `place[op]` is an index into `ops`.
+
+    `block_us[op]`: what an op of a block adds to its device's time, all of it with its F; below 0 for other ops.
+    """
 
     ops: Codes
     length: Ints
     place: Codes
+    block_us: Floats
+
+
+@njit(cache=True)
+def block_at(table: Table, merged: Merged, q: int) -> float:
+    """Time of the block that begins at a place; below 0 if none does."""
+    code, keys, mask = merged.ops[q], table.key_mask, (1 << table.shift) - 1
+    x = code & keys
+    f = x >> table.shift
+    if f >= table.stages or (code >> table.way_shift) % table.ways == 0 or q + 1 == len(merged.ops):
+        return NONE
+    other = merged.ops[q + 1]
+    y = other & keys
+    b = (y >> table.shift) - B * table.stages
+    if other < 0 or merged.place[y] != q + 1 or b < 0 or b >= table.stages or x & mask == y & mask:
+        return NONE
+    w = merged.place[y + (table.stages << table.shift)]
+    if w >= 0 and w != q + 2:
+        return NONE
+    first, last = table.classes[code >> table.shift], table.classes[other >> table.shift]
+    return float(table.block_us[f, b] * max(first.factor, last.factor))
+
+
+@njit(cache=True)
+def note_blocks(table: Table, merged: Merged, begin: int, end: int) -> None:
+    """Set the times in blocks of the ops at these places, which belong to one group."""
+    if not table.has_blocks:
+        return
+    for q in range(begin, end):
+        merged.block_us[merged.ops[q] & table.key_mask] = NONE
+    for q in range(max(begin - 2, 0), end):
+        time_us = block_at(table, merged, q)
+        if time_us >= 0:
+            backward = merged.ops[q + 1] & table.key_mask
+            merged.block_us[merged.ops[q] & table.key_mask] = time_us
+            merged.block_us[backward] = merged.block_us[backward + (table.stages << table.shift)] = 0.0
 
 
 @njit(cache=True)
@@ -279,11 +348,12 @@ def overwrite(source: Merged, target: Merged) -> None:
     copy(source.ops, target.ops)
     copy(source.length, target.length)
     copy(source.place, target.place)
+    copy(source.block_us, target.block_us)
 
 
 def copied(merged: Merged) -> Merged:
     """A copy that shares no array."""
-    return Merged(merged.ops.copy(), merged.length.copy(), merged.place.copy())
+    return Merged(merged.ops.copy(), merged.length.copy(), merged.place.copy(), merged.block_us.copy())
 
 
 def merge(table: Table, simulation: Simulation) -> Merged:
@@ -300,14 +370,17 @@ def merge(table: Table, simulation: Simulation) -> Merged:
     kind, stage, first = KIND_OF_PART[ops.kind[part]], ops.stage[part], fused[part] & ~second
     kind[second] = W
     units = ops.microbatch[part]
-    way = np.where(kind == W, 0, _ways_taken(simulation)[stage, units])
+    joined = _blocks(simulation)
+    block = joined[part]
+    way = np.where(kind == W, 0, _ways_taken(table, simulation, joined)[stage, units])
     above = (problem.unit_class[units] * table.ways + way) << (table.way_shift - table.shift)
     of_class = above | kind * table.stages + stage
     start_us, end_us = simulation.start_us[part], simulation.end_us[part]
     between_us = start_us + table.classes["duration_us"][np.where(first, of_class, 0)]
+    between_us[block] = start_us[block]
     start_us[second] = end_us[first] = between_us[first]
     releases_only = table.classes["releases"] > table.classes["acquires"]
-    key_us = np.where(releases_only[of_class], end_us, start_us)
+    key_us = np.where(releases_only[of_class] & ~block, end_us, start_us)  # nothing comes between the ops of a block
     lane = len(STREAMS) * simulation.device[part] + np.asarray(STREAM_OF_KIND)[ops.kind[part]]
     lanes = np.concatenate([[0], 1 + np.flatnonzero(np.diff(lane)), [len(lane)]])
     forwards = ops.microbatch[(ops.kind == F) & (ops.stage == 0)]  # in the order in which they run
@@ -316,14 +389,33 @@ def merge(table: Table, simulation: Simulation) -> Merged:
     for s in range(table.stages):
         of_stage = np.flatnonzero((kind == W) & (stage == s))
         codes[of_stage] = codes[of_stage[np.argsort(backward_place[of_stage])]]
-    return _merge(table, codes, key_us, lanes)
+    merged = _merge(table, codes, key_us, lanes)
+    for begin, length in zip(table.first.tolist(), merged.length.tolist(), strict=True):
+        note_blocks(table, merged, begin, begin + length)
+    return merged
 
 
-def _ways_taken(simulation: Simulation) -> Ints:
-    """The way of each activation, of shape (stages, units)."""
+def _blocks(simulation: Simulation) -> Flags:
+    """Mask of the ops that run in a block: an F and the backward right behind it, which start together."""
+    ops, start_us = simulation.ops, simulation.start_us
+    pairs = (np.diff(simulation.device) == 0) & (np.diff(start_us) == 0)
+    pairs &= (ops.kind[:-1] == F) & (ops.kind[1:] == CODE[kind_of("B", "W")])
+    joined = np.zeros(len(ops), bool)
+    joined[:-1] |= pairs
+    joined[1:] |= pairs
+    return joined
+
+
+def _ways_taken(table: Table, simulation: Simulation, joined: Flags) -> Ints:
+    """The way of each activation, of shape (stages, units). An F joins unless it is apart from a backward behind it."""
     problem, ops = simulation.problem, simulation.ops
     size = len(problem.stages), problem.units
     taken = np.zeros(size, np.int64)
+    if table.has_blocks:
+        backward = np.isin(ops.kind, codes(covering("B")))
+        joins = joined | ~np.append(backward[1:], False)
+        joins &= ops.kind == F
+        taken[ops.stage[joins], ops.microbatch[joins]] = 1
     if not problem.has_modes:
         return taken
     present = np.zeros((len(ROWS), *size), bool)
@@ -371,7 +463,7 @@ def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
         place[code & table.key_mask] = q
         ops[q] = code
         length[g] += 1
-    return Merged(ops, length, place)
+    return Merged(ops, length, place, np.full(len(place), -1.0))
 
 
 @njit(cache=True)
@@ -389,6 +481,9 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
     """The orders, channel orders and waits that sequences stand for."""
     groups = zip(table.first.tolist(), merged.length.tolist(), strict=True)
     codes = np.concatenate([merged.ops[first : first + length] for first, length in groups])
+    kind, in_block = (codes & table.key_mask) >> table.shift, merged.block_us[codes & table.key_mask] >= 0
+    codes = codes[~(in_block & (kind >= W * table.stages) & (kind < C * table.stages))]
+    in_block = merged.block_us[codes & table.key_mask] >= 0
     of_class = codes >> table.shift
     kind, stage = np.divmod((codes & table.key_mask) >> table.shift, table.stages)
     microbatch_order = _microbatch_order(problem, table, merged)
@@ -404,7 +499,7 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
             forwards = of_stage & (kind == F)
             modes[s, unit[forwards]] = np.array([entry.choice for entry in ways])[way[forwards]]
     of_orders = np.where(inside, BACKWARD_INSIDE, KIND_OF_ORDERS[kind])
-    whole = ~np.array([entry.split_backward for entry in problem.stages])[stage]
+    whole = (in_block & (kind == B)) | ~np.array([entry.split_backward for entry in problem.stages])[stage]
     ops = OpArray(np.where(whole, WHOLE[of_orders], of_orders), stage, unit)
     stream = np.asarray(STREAM_OF_KIND)[ops.kind]
     lane = len(STREAMS) * table.classes["device"][of_class] + stream
@@ -417,7 +512,9 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
         on_channel = np.isin(lane, [len(STREAMS) * d + STREAMS.index(name) for d, name in served])
         channels.append(ops[np.flatnonzero(on_channel)])
     waits = _waits(table, ops, of_class, lane)
-    return Orders(devices, waits, [channel for channel in channels if channel], modes, microbatch_order)
+    firsts = np.flatnonzero(in_block & (kind == F))
+    blocks = dict(zip(ops[firsts], ops[firsts + 1], strict=True))
+    return Orders(devices, waits, [channel for channel in channels if channel], modes, microbatch_order, blocks)
 
 
 def _microbatch_order(problem: Problem, table: Table, merged: Merged) -> list[int] | None:
@@ -442,6 +539,8 @@ def _waits(table: Table, ops: OpArray, of_class: Ints, lane: Ints) -> dict[Op, l
     """
     waits: dict[Op, list[Op]] = {}
     acquires, releases = (table.classes[name][of_class] > 0 for name in ("acquires", "releases"))
+    fused = np.isin(ops.kind, FUSED)  # what their W frees, too
+    releases[fused] |= table.classes["releases"][of_class[fused] + table.stages] > 0
     stream = lane % len(STREAMS)
     for d in np.unique(lane[stream > 0] // len(STREAMS)):
         of_device = np.flatnonzero(lane // len(STREAMS) == d)

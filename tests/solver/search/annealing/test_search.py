@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,15 +15,17 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from optpipe.worst_case_memory import worst_case_peak_bytes
-from solver.build import build_schedule, within_budgets
+from solver.build import build_schedule, over_budget, peak_budgets, within_budgets
 from solver.limits import Limits
 from solver.search.annealing.kernel import empty_latest, empty_times, latest_starts, set_deadlines, sweep, value_us
 from solver.search.annealing.search import BEST, MEAN_SPAN, VALUE, State, anneal, build_state, local_search
 from solver.search.annealing.sequence import MARKS, NONE, build_table, copied, merge, orders_from_sequences
 from solver.serial import serial_orders
 from solver.solution import Solution
+from tests.optpipe.test_blocks import random_blocks, random_problem
 from tests.problems import KNOWN_OPTIMA, problems
 from tests.sample import examples
+from tests.solver.published.test_dualpipe_v import v_blocks
 
 
 def start_at(problem: Problem, orders: Orders | None) -> Solution:
@@ -132,6 +136,7 @@ CASES = {
     "device_span": uniform(4, 8, budget=8, objective="device_span", v_shape=True),
     "device_span, linear": uniform(6, 24, budget=10, objective="device_span"),
     "offload": uniform(4, 8, budget=5, offload=HALF),
+    "blocks": v_blocks(3, 6, 2.4, (1, 1, 1), devices=[{"memory_bytes": 7}] * 3),
     "shared": uniform(4, 8, budget=5, offload=WHOLE, copy_channels={"duplex": False, "shared_by": [[0, 1], [2, 3]]}),
 }
 
@@ -143,6 +148,27 @@ def test_kept_times_are_those_of_a_sweep_from_scratch(problem: Problem) -> None:
     for _ in range(20):
         anneal(state, 10.0, 10_000)
         check_times(state)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=examples(40))
+def test_blocks_are_timed_and_take_memory_as_in_the_orders(seed: int) -> None:
+    rng = Random(seed)
+    problem = Problem.from_data(random_problem(rng))
+    orders = random_blocks(problem, rng)
+    budgets = [{"memory_bytes": size + rng.randrange(3)} for size in peak_budgets(problem, orders)]
+    problem = Problem.from_data(problem.to_data() | {"devices": budgets})
+    table = build_table(problem)
+    state = build_state(table, merge(table, simulate(problem, orders)), seed)
+    if state is None:  # a split backward may need more than a whole one
+        return
+    anneal(state, 2.0, 3_000)
+    check_times(state)
+    best = orders_from_sequences(problem, table, state.best)
+    assert not over_budget(problem, best)
+    if problem.objective == "makespan" and not any(stage.offload for stage in problem.stages):
+        assert simulate(problem, best).value_us == pytest.approx(state.numbers[BEST], rel=1e-9)
+    assert simulate(problem, best).value_us <= state.numbers[BEST] * (1 + 1e-9)
 
 
 @given(problems(), st.integers(0, 100))
