@@ -357,3 +357,4 @@ def test_idle_times_and_blocks_fill_the_step() -> None:
     schedule = Schedule.from_data(example())
     for d, device in enumerate(schedule.devices):
         assert sum(schedule.idle_us(d)) + device.busy_us == pytest.approx(np.ptp(schedule.time_span_us))
+    assert schedule.bubble_with_recomputation == schedule.bubble >= 0
