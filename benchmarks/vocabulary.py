@@ -1,4 +1,4 @@
-"""Steps with a vocabulary layer on all devices: predicted from published passes of each device, and ours beside them.
+"""Steps with a vocabulary layer on all devices: predicted from published passes, and what ours would take.
 
 `python -m benchmarks.vocabulary vocabulary --size full` prints the table. The passes are those of 40 runs on 8 GPUs of
 Vocabulary Parallelism (arXiv 2411.05288), as its repository has them (`benchmarks/published/README.md`).
@@ -83,7 +83,7 @@ def runs() -> Iterator[Run]:
         if row["method"] not in METHODS:
             continue
         times = {name: [float(us) for us in text.split()] for name, text in row.items() if name.endswith("_us")}
-        # The embedding's passes run beside the first stage's in the published order, and count as a part of it here.
+        # The embedding's passes run with the first stage's in the published order, and count as a part of it here.
         forward, backward = (
             [own + more for own, more in zip(times[name], times[f"input_{name}"], strict=True)]
             for name in ("forward_us", "backward_us")

@@ -588,7 +588,7 @@ class _Verifier:
             op = np.flatnonzero(_among(self.ops.kind, *_GATED[gate.op]) & (self.ops.stage == gate.stage))
             yield from (self._after(op, after) for after in gate.after)
 
-    def _barrier(self, number: int, microbatch: Ints) -> Ints:
+    def _barrier(self, number: int | Ints, microbatch: Ints) -> Ints:
         """Node of a pass for each of these microbatches."""
         return len(self.key) + number * self.problem.units + microbatch
 
@@ -758,10 +758,10 @@ class _Verifier:
     def causes(self) -> Causes:
         waiting, awaited, _ = self._waits
         there = awaited >= 0
-        needs = [*self._dependencies, (waiting[there], awaited[there], np.zeros(there.sum()))]
+        needs = [*map(self._between_ops, self._dependencies), (waiting[there], awaited[there], np.zeros(there.sum()))]
         copy, earlier = self._channel_pairs(self.start_us + self.end_us)
         # Of causes that are met at once, rules and waits come before the order of a stream or channel.
-        causes = [*needs, self._edges, (copy, earlier, np.zeros(len(copy)))]
+        causes = [*needs, self._between_ops(self._edges), (copy, earlier, np.zeros(len(copy)))]
         op, before, delay_us = (np.concatenate(column) for column in zip(*causes, strict=True))
         met = self.end_us[before] + delay_us >= self.start_us[op] - self.tolerance
         found, first = np.unique(op[met], return_index=True)
@@ -769,6 +769,17 @@ class _Verifier:
         starts_after[found], gap_us[found] = before[met][first], delay_us[met][first]
         needed = sum(len(column) for column, _, _ in needs)
         return Causes(self.ops, (op[:needed], before[:needed]), starts_after, gap_us, self._chain(starts_after))
+
+    def _between_ops(self, edges: tuple[Ints, Ints, Floats]) -> tuple[Ints, Ints, Floats]:
+        """Edges between ops alone: for a barrier stands the op of its pass that ended last."""
+        op, before, delay_us = edges
+        last = np.full(len(self.key) + len(self._barrier_us), -1)
+        last[: len(self.key)] = np.arange(len(self.key))
+        passes = np.flatnonzero(self.spread)
+        passes = passes[np.argsort(self.end_us[passes], kind="stable")]
+        last[self._barrier(self.ops.kind[passes] - len(KINDS), self.ops.microbatch[passes])] = passes
+        there = (op < len(self.key)) & (last[before] >= 0)
+        return op[there], last[before[there]], delay_us[there]
 
     def _chain(self, starts_after: Ints) -> Sequence[int]:
         """Chain of causes up to the last op of the device that sets the value, in order of time."""

@@ -2,7 +2,7 @@
 
 Of all searches annealing alone knows blocks. First come `dualpipe-v` and interleaved 1F1B. Then two searches find
 orders of ops apart: of the relaxation in which every op is as short as in its best block, with backwards in one piece,
-and of the ops as they are. Neighbours in what they find are joined. Annealing goes on from the best.
+and of the ops as they are. Neighbours in what they find are joined. Annealing begins with the best.
 """
 
 from __future__ import annotations

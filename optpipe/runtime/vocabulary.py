@@ -59,7 +59,7 @@ class _Part:
 
 
 def pass_bytes(shape: tuple[int, int], dtype: torch.dtype, tokens: int, devices: int) -> tuple[int, int]:
-    """Memory of a microbatch on a device with rows (v, h): from S to T, and what each takes beside while it runs.
+    """Memory of a microbatch on a device with rows (v, h): from S to T, and what each takes besides while it runs.
 
     Not included is the addend of the activation's gradient, which one of them makes and an exchange takes.
     """

@@ -18,7 +18,7 @@ from optpipe.ops import Op, OpArray, Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
 from optpipe.simulate import simulate
-from optpipe.verify import verify
+from optpipe.verify import find_causes, verify
 from solver.build import build_schedule
 from solver.serial import known_budgets_bytes, serial_orders
 from tests.sample import examples
@@ -183,6 +183,14 @@ def test_ops_of_no_pass_are_refused(change: Data, detail: str) -> None:
     data["devices"][0]["compute"][2].update(change)
     with pytest.raises(InputError, match=detail):
         Schedule.from_data(data)
+
+
+def test_a_barrier_is_no_cause_but_the_op_that_ended_last() -> None:
+    causes = find_causes(two_devices())
+    names = [*map(str, causes.ops)]
+    of = {name: names[k] for name, k in zip(names, causes.starts_after.tolist(), strict=True) if k >= 0}
+    assert (of["S0.0"], of["B1.0"], of["T0.0"]) == ("F1.0", "S1.1", "S0.1")
+    assert ("B1.0", "S0.0") in {(names[k], names[before]) for k, before in zip(*causes.needs, strict=True)}
 
 
 def test_wrong_orders_are_named() -> None:
