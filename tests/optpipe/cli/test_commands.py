@@ -236,8 +236,9 @@ def test_verify_says_what_is_broken(cli: Cli, schedule_file: Path) -> None:
     run = cli("verify", schedule_file)
     assert run.code == 1
     assert "[overlap]" in run.out
-    document = cli("verify", schedule_file, "--json").document
-    assert "overlap" in {violation["rule"] for violation in document["violations"]}
+    run = cli("verify", schedule_file, "--json")
+    assert run.code == 1
+    assert "overlap" in {violation["rule"] for violation in run.document["violations"]}
 
 
 def test_compare_shows_values_and_reasons(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
