@@ -31,11 +31,13 @@ MOST_OPS = 200_000
 PUBLISHED = (("dualpipe-v", dualpipe_v), ("interleaved-1f1b", interleaved_1f1b))
 """Published schedules with blocks; they know no spread passes."""
 
-SHARES = (0.2, 0.3)
+SHARES = (0.1, 0.1)
 """Shares of the time left for the search of the relaxation, and of what is left then for that of the ops apart."""
 
-SHARES_OF_TWO = (0.4, 1.0)
-"""The same without annealing."""
+SHARES_IN_LITTLE_MEMORY = (0.0, 0.85)
+"""The same where nothing published and no start keeps the budgets: few blocks gain anything there."""
+
+SHARES_WITHOUT_ANNEALING = (0.4, 1.0)
 
 Search = Callable[[Problem, Limits, OnProgress, Sequence[Orders]], Solution]
 """Search of a problem without blocks, from orders to begin with."""
@@ -63,9 +65,9 @@ def search_with_blocks(
     for orders, name in begun:
         _offer(shared, orders, name)
 
-    def report(progress: Progress) -> None:
+    def report(progress: Progress) -> None:  # joined in the end alone: that takes longer than finding the next one
         if progress.solution.orders is not None:
-            _offer(shared, progress.solution.orders, progress.solution.method)
+            _offer(shared, progress.solution.orders, progress.solution.method, joins=False)
 
     apart_starts = [replace(orders, blocks={}) for orders, _ in begun]
     relaxed, apart = block_relaxation(problem), without_blocks(problem)
@@ -76,11 +78,14 @@ def search_with_blocks(
         and costs_have_codes(problem)
         and "search" not in limits.without
     )
+    shares = SHARES if anneals else SHARES_WITHOUT_ANNEALING
+    if anneals and shared.best.orders is None:
+        shares = SHARES_IN_LITTLE_MEMORY
     failure: InfeasibleError | MethodError | NoSolutionError | None = None
     with limits.cancel.calling(shared.stop.request):
-        for part_of, share in zip((whole, apart), SHARES if anneals else SHARES_OF_TWO, strict=True):
-            if shared.stop.requested:
-                break
+        for part_of, share in zip((whole, apart), shares, strict=True):
+            if shared.stop.requested or not share:
+                continue
             part = replace(limits.part(share), cancel=shared.stop)
             try:
                 solution = search(part_of, part, report, apart_starts if part_of is apart else ())
@@ -90,7 +95,7 @@ def search_with_blocks(
             if solution.orders is not None:
                 _offer(shared, solution.orders, solution.method)
         if anneals and shared.best.orders is not None and not shared.stop.requested:
-            share = 1.0 if limits.deterministic_limit is None else 1 - sum(SHARES)
+            share = 1.0 if limits.deterministic_limit is None else 1 - sum(shares)
             annealing = TimeSlice("search", SEARCHES["search"], share, limits.workers, once=True)
             run_subsolvers(problem, shared, [[annealing]])
     if shared.best.orders is None:
@@ -98,9 +103,12 @@ def search_with_blocks(
     return shared.best
 
 
-def _offer(shared: SharedIncumbent, orders: Orders, method: str) -> None:
+def _offer(shared: SharedIncumbent, orders: Orders, method: str, *, joins: bool = True) -> None:
     """Offer these orders, and those with every pair of neighbours joined."""
-    for some, name in ((orders, method), (joined_orders(shared.problem, orders), f"{method}, joined")):
+    offered = [(orders, method)]
+    if joins:
+        offered.append((joined_orders(shared.problem, orders), f"{method}, joined"))
+    for some, name in offered:
         value_us = value_within_budgets_us(shared.problem, some)
         if value_us < shared.best.value_us:
             shared.offer(Solution(some, value_us, method=name))
