@@ -20,6 +20,7 @@ from optpipe.problem import Problem
 from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import MessageSpec, Spec, spec_text
 from optpipe.runtime.vocabulary import IGNORED, Labels, VocabularyShard, pass_bytes, rows_of
+from optpipe.runtime.weight_gradients import ByHand
 from optpipe.spread import VocabularyPasses
 from optpipe.train.config import TrainingConfig
 from optpipe.train.tasks.base import Task
@@ -89,11 +90,6 @@ class DividedLayer:
         """Rows that a stage holds."""
         return self.rows(self.holders.index(stage))
 
-    @property
-    def _make_addends(self) -> tuple[bool, bool]:
-        """True for the pass, the first or the second, that makes a device's addend of the activation's gradient."""
-        return self.passes.barriers == 1, self.passes.barriers == 2
-
     def shards(self, modules: Mapping[int, nn.Module], gradient_scale: float) -> dict[int, VocabularyShard]:
         """Rows of the devices whose stages are given, by device; each becomes a parameter of its stage."""
         shards = {}
@@ -101,7 +97,7 @@ class DividedLayer:
             if stage not in modules:
                 continue
             own = self.rows(device)
-            rows = nn.Parameter(self.weight.detach()[own.start : own.stop].clone())
+            rows = ByHand(self.weight.detach()[own.start : own.stop].clone())
             modules[stage].register_parameter(ROWS, rows)
             shards[device] = VocabularyShard(
                 rows,
@@ -116,9 +112,11 @@ class DividedLayer:
     def with_sizes(self, problem: Problem, activation: Spec) -> Problem:
         """The problem with the memory that its passes take; `activation` is what the last stage gives to the layer."""
         width, dtype, count = self.weight.shape[1], self.weight.dtype, len(self.holders)
-        tokens, addend = prod(activation.shape[:-1]), activation.size_bytes
+        tokens = prod(activation.shape[:-1])
         sizes = [pass_bytes((len(self.rows(d)), width), dtype, tokens, count) for d in range(count)]
-        first, second = ([work + (addend if makes else 0) for _, work in sizes] for makes in self._make_addends)
+        workspace = [own for _, own in sizes]
+        making = [own + activation.size_bytes for own in workspace]  # with the addend of the activation's gradient
+        first, second = (making, workspace) if self.passes.barriers == 1 else (workspace, making)
         changes: dict[str, dict[str, Any]] = {
             self.passes.logits: {"kept_bytes": [kept for kept, _ in sizes], "workspace_bytes": first},
             self.passes.weights: {"frees": self.passes.logits, "kept_bytes": None, "workspace_bytes": second},

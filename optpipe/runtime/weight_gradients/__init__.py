@@ -15,6 +15,7 @@ from optpipe.runtime.weight_gradients.layers import (
     register_deferred,
     undeferred_layers,
 )
+from optpipe.runtime.weight_gradients.products import ByHand
 from optpipe.runtime.weight_gradients.split import (
     SplitBackward,
     Splitting,
@@ -26,6 +27,7 @@ from optpipe.runtime.weight_gradients.split import (
 )
 
 __all__ = [
+    "ByHand",
     "SplitBackward",
     "SplitEmbedding",
     "SplitLinear",

@@ -350,7 +350,11 @@ class DeferredProducts(Deferred):
         return [p for name, p in own.items() if not (self.may_split() and self._deferred.get(name))]
 
 
+class ByHand(nn.Parameter):
+    """A parameter to which autograd adds no gradient: whoever runs the schedule does."""
+
+
 def matrices(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """A layer's own parameters of at least two dimensions that are trained."""
-    own = layer._parameters.items()
+    """A layer's own parameters of at least two dimensions that are trained by autograd."""
+    own = [(name, p) for name, p in layer._parameters.items() if not isinstance(p, ByHand)]
     return {n: p for n, p in own if is_leaf(p) and not nn.parameter.is_lazy(p) and p.requires_grad and p.dim() > 1}

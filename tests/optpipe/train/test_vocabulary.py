@@ -9,8 +9,12 @@ import pytest
 
 from instances.schedules import one_f_one_b
 from optpipe.errors import OptPipeError, TrainingError
+from optpipe.problem import Problem
 from optpipe.train import CheckpointConfig, ModelConfig, OutputConfig, TrainingConfig, train
+from solver.build import build_schedule
+from solver.serial import serial_orders
 from tests.optpipe.compile.vocabulary import vocabulary_schedule
+from tests.optpipe.test_spread import vocabulary
 from tests.optpipe.train.cases import assert_plain_step
 from tests.optpipe.train.sliced_worker import config_of
 from tests.optpipe.train.test_slices_torchrun import run
@@ -31,6 +35,20 @@ def test_the_gpt_trains_as_undivided(p: int, barriers: int, dtype: Any) -> None:
     whole = train(TrainingConfig(one_f_one_b(p, 4), model, steps=3))
     assert divided.losses == pytest.approx(whole.losses, rel=1e-12 if dtype == "float64" else 1e-5)
     assert divided.parameters == whole.parameters
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_the_last_stage_on_the_first_device_with_b_and_w_apart(barriers: int, caplog: pytest.LogCaptureFixture) -> None:
+    data = vocabulary(2, 3, barriers=barriers)
+    data["stages"] = [data["stages"][0] | {"device": d} for d in (0, 1, 1, 0)]
+    data["spread"][0]["after"], data["gates"][0]["stage"] = [{"op": "F", "stage": 3}], 3
+    problem = Problem.from_data(data)
+    orders = serial_orders(problem)
+    assert orders is not None
+    schedule = build_schedule(problem, orders, 0.0, "serial", 0.0)
+    assert {op.key.kind for device in schedule.devices for op in device.compute} == {"F", "B", "W", "S", "T"}
+    assert_plain_step(train(config_of(schedule)).check)
+    assert "stays in B" not in caplog.text
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
