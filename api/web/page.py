@@ -19,7 +19,7 @@ from starlette.types import Scope
 from api.web.terms import TERMS
 from optpipe.export import EXPORTERS
 from optpipe.export.launch import TRAINERS
-from optpipe.kinds import ROWS
+from optpipe.kinds import PASS_COLOURS, ROWS
 from optpipe.plot.style import BUDGET, FAINT_INK, GRID, IDLE, INK, LIGHTEST, MEMORY_EDGE, MEMORY_FILL
 from solver.methods import METHODS
 
@@ -79,7 +79,8 @@ def mount_page(app: FastAPI, docs: Path | None = None) -> None:
         modules=modules,
         methods=METHODS.values(),
         formats=formats,
-        kinds=[{"name": row.name, "label": row.label} for row in ROWS],
+        kinds=[{"name": row.name, "label": row.label} for row in ROWS]
+        + [{"name": name, "label": "spread pass"} for name in _PASS_LOOKS],
         trainers=TRAINERS,
         terms=TERMS,
         has_docs=has_docs,
@@ -130,6 +131,10 @@ _MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg
 _KEPT = {"Cache-Control": "public, max-age=31536000, immutable", "X-Content-Type-Options": "nosniff"}
 
 
+_PASS_LOOKS = {f"pass{n}": colour for n, colour in enumerate(PASS_COLOURS)}
+"""Names of the looks of spread passes, which problems name, with their colours (`optpipe.kinds.look_of`)."""
+
+
 def _palette() -> dict[str, str]:
     """The colours of `optpipe.plot` as custom properties, so that page and pictures look alike."""
     colours = {
@@ -142,4 +147,8 @@ def _palette() -> dict[str, str]:
         "budget": BUDGET,
         "lightest": f"{LIGHTEST:g}",
     }
-    return colours | {f"op-{row.name.lower()}": row.colour for row in ROWS}
+    return (
+        colours
+        | {f"op-{row.name.lower()}": row.colour for row in ROWS}
+        | {f"op-{n}": c for n, c in _PASS_LOOKS.items()}
+    )

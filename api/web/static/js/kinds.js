@@ -10,3 +10,15 @@ export const KINDS = ROWS.map(({ name }) => name);
 
 /** @type {Record<Kind, {name: Kind, label: string}>} */
 export const KIND = Object.fromEntries(ROWS.map((row) => [row.name, row]));
+
+const PASS_LOOKS = KINDS.filter((name) => name.startsWith("pass"));
+
+/**
+ * The kind that says how an op looks: its own, or for a spread pass, which the problem names, one by its first letter.
+ *
+ * @param {Kind} kind
+ * @returns {Kind}
+ */
+export function lookOf(kind) {
+  return KIND[kind] ? kind : PASS_LOOKS[kind.charCodeAt(0) % PASS_LOOKS.length];
+}

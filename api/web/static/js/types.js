@@ -34,7 +34,8 @@
  *
  * @typedef {object} PlannedOp
  * @property {Kind} op
- * @property {number} stage
+ * @property {number} [stage]
+ * @property {number} [part] of a spread pass: its device
  * @property {number} microbatch
  * @property {string} [with] the other op of a block
  * @property {number} start_us

@@ -82,8 +82,8 @@ export class Dependencies {
 }
 
 /** @param {PlannedOp} op */
-export function opName({ op, stage, microbatch }) {
-  return `${op}${stage}.${microbatch}`;
+export function opName({ op, stage, part, microbatch }) {
+  return `${op}${stage ?? part}.${microbatch}`;
 }
 
 /**

@@ -63,10 +63,12 @@ function indexAt(scene, lane, timeUs) {
  * @param {import("../types.js").PlannedOp} op
  * @returns {Spot | null} null where there is no such op
  */
-export function findSpot(scene, { op: kind, stage, microbatch }) {
+export function findSpot(scene, { op: kind, stage, part, microbatch }) {
   for (const [row, { device }] of scene.layout.rows.entries()) {
     for (const [lane, { ops }] of device.lanes.entries()) {
-      const index = ops.findIndex((op) => op.op === kind && op.stage === stage && op.microbatch === microbatch);
+      const index = ops.findIndex(
+        (op) => op.op === kind && op.stage === stage && op.part === part && op.microbatch === microbatch,
+      );
       if (index >= 0) return { row, lane, index };
     }
   }

@@ -1,7 +1,7 @@
 /** The legend: kinds of op present, shades of a device's stages, idle time, memory and budget. */
 
 import { element } from "../elements.js";
-import { KIND, KINDS } from "../kinds.js";
+import { KIND, KINDS, lookOf } from "../kinds.js";
 import { cssColour, opColour, readTheme } from "../palette.js";
 
 const MOST_SHADES = 6;
@@ -12,8 +12,9 @@ const MOST_SHADES = 6;
  * @param {boolean} withMemory
  */
 export function fillLegend(legend, model, withMemory) {
-  const kinds = KINDS.filter((kind) => model.kinds.has(kind));
-  const entries = kinds.map((kind) => entry(`${kind} ${KIND[kind].label}`, `op-${kind.toLowerCase()}`));
+  const passes = [...model.kinds].filter((kind) => !KIND[kind]).sort();
+  const kinds = [...KINDS.filter((kind) => model.kinds.has(kind)), ...passes];
+  const entries = kinds.map((kind) => entry(`${kind} ${KIND[lookOf(kind)].label}`, `op-${lookOf(kind).toLowerCase()}`));
   if (model.mostStages > 1) entries.push(shades(legend, model.mostStages));
   entries.push(entry("idle", "idle"));
   if (withMemory) entries.push(entry("memory", "memory"));

@@ -1,6 +1,6 @@
 /** A schedule as columns that can be searched and drawn quickly. */
 
-import { KINDS } from "../kinds.js";
+import { KINDS, lookOf } from "../kinds.js";
 import { deviceName } from "../schedule.js";
 
 /** @typedef {import("../types.js").Schedule} Schedule */
@@ -78,7 +78,7 @@ export function buildModel(schedule, analysis) {
  * @param {number} rank of the stage on its device
  */
 export function lookIndex(kind, rank) {
-  return rank * KINDS.length + KINDS.indexOf(kind);
+  return rank * KINDS.length + KINDS.indexOf(lookOf(kind));
 }
 
 /**
@@ -115,7 +115,7 @@ function buildDevice(schedule, analysis, index, stages) {
 function buildLane(stream, ops, rank) {
   const startUs = Float64Array.from(ops, (op) => op.start_us);
   const endUs = Float64Array.from(ops, (op) => op.end_us);
-  const look = Uint16Array.from(ops, (op) => lookIndex(op.op, rank.get(op.stage) ?? 0));
+  const look = Uint16Array.from(ops, (op) => lookIndex(op.op, rank.get(op.stage ?? -1) ?? 0));
   const shortestUs = new Array(lookIndex("F", Math.max(1, rank.size))).fill(0);
   look.forEach((colour, index) => {
     const duration = endUs[index] - startUs[index];

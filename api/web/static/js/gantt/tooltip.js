@@ -1,7 +1,7 @@
 /** Description of one op: as a tooltip beside it, and as a sentence for screen readers. */
 
 import { element } from "../elements.js";
-import { KIND } from "../kinds.js";
+import { KIND, lookOf } from "../kinds.js";
 import { levelAt } from "../memory.js";
 import { sliceCount, unitName } from "../slices.js";
 import { bytesText, timeText, timeUnit } from "../units.js";
@@ -48,7 +48,7 @@ export function describe(scene, spot, dependencies) {
   const count = sliceCount(problem);
   const part = count === 1 ? "" : `slice ${op.microbatch % count} of `;
   const microbatch = `${part}microbatch ${Math.floor(op.microbatch / count)}`;
-  return { title: `${op.op} ${unitName(problem, op.microbatch)}: ${KIND[op.op].label} of ${microbatch}`, facts };
+  return { title: `${op.op} ${unitName(problem, op.microbatch)}: ${KIND[lookOf(op.op)].label} of ${microbatch}`, facts };
 }
 
 /**
