@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from benchmarks import (
     ablation,
+    blocks,
     executor,
     first_solve,
     fleet,
@@ -49,6 +50,7 @@ class Page(NamedTuple):
 PAGES = (
     Page("solving", "Time to a schedule", (value_over_time, first_solve, milp_accelerations)),
     Page("memory", "Memory, recomputation, unequal microbatches", (pattern_curve, recomputation, unequal)),
+    Page("blocks", "Expert models with blocks", (blocks,)),
     Page("sizes", "Large problems", (seconds_by_size, many_devices, time_limits)),
     Page("suites", "Against public schedulers", (suites, ablation)),
     Page(
