@@ -25,6 +25,7 @@ from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from examples.pictures.blocks import along_a_v
+from examples.pictures.spread import on_every_device
 from instances import instance, uniform
 from optpipe.problem import Problem
 from solver.solve import solve
@@ -295,6 +296,12 @@ def recomputing(service: Service, page: Page) -> None:
     page.get_by_text("The chart as a table").click()
 
 
+def spread(service: Service, page: Page) -> None:
+    """A schedule with the passes of a vocabulary layer on every device."""
+    page.goto(f"/#/jobs/{service.job(on_every_device(1), method='vocab-2', name='vocabulary on every device')}")
+    expect(page.locator(SHOWN)).to_be_visible()
+
+
 def blocks(service: Service, page: Page) -> None:
     """Blocks of a forward and a backward, one of them described."""
     page.goto(f"/#/jobs/{service.job(along_a_v(), method='dualpipe-v', name='DualPipeV')}")
@@ -368,6 +375,7 @@ STATES: dict[str, tuple[Look, Photograph]] = {
     "full-screen": (DARK, full_screen),
     "recomputing": (LIGHT, recomputing),
     "blocks": (LIGHT, blocks),
+    "spread": (LIGHT, spread),
     "slices": (LIGHT, slices),
     "running": (LIGHT, running),
     "lost": (LIGHT, lost),
