@@ -1,27 +1,23 @@
 """Expert models with blocks of a forward and a backward, by formula, against published schedules.
 
 `python -m benchmarks.blocks blocks --size quick` prints the table. Costs of layers are those of the project's cost
-model; the time of a block is a sum over its pairs of layers (see `block_us`).
+model, and so is the time of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise, product
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks.accuracy import FOLDER
 from benchmarks.markdown import conditions, table, time_text
 from benchmarks.section import Section, Size, main, say
-from optpipe.cluster.costs import INDEX, CostModel, Passes, Work
 from optpipe.cluster.layers import strategy_layers
 from optpipe.cluster.machine import named_machines
-from optpipe.cluster.model import Layer, Model
+from optpipe.cluster.model import Model
 from optpipe.cluster.rows import read_rows
 from optpipe.cluster.strategy import Strategy
 from optpipe.errors import MethodError
-from optpipe.ops import Op, Orders
 from optpipe.partition import Batching, Partition, build_problem
 from optpipe.placement import placement
 from optpipe.problem import Problem
@@ -51,42 +47,6 @@ CASES = {
 """Row whose model it is, machine and strategy, on 8 devices of two stages each."""
 
 
-class Parts(NamedTuple):
-    """Times of the parts of a layer, in us."""
-
-    attention: float
-    dispatch: float
-    experts: float
-    combine: float
-
-
-def parts_us(passes: Passes, slowdowns: Work) -> tuple[Parts, Parts]:
-    """Parts of F and of B with W: the exchange is halved, and what is neither exchange nor experts is attention."""
-    found = []
-    for work in (passes.forward, passes.backward_input + passes.backward_weight):
-        terms = work * slowdowns * 1e6
-        exchanged, experts = terms[INDEX["expert"]], terms[INDEX["experts"]]
-        found.append(Parts(terms.sum() - exchanged - experts, exchanged / 2, experts, exchanged / 2))
-    return found[0], found[1]
-
-
-def block_us(forwards: Sequence[Parts], backwards: Sequence[Parts]) -> float:
-    """Time of a block: the sum over pairs of layers with experts of four maxima, and of all other layers.
-
-    A layer's attention in F runs beside the combine of the other microbatch's B, its dispatch beside the experts, its
-    experts beside the dispatch, its combine beside the attention (MindSpeed).
-    """
-    ahead, back = ([parts for parts in of if parts.dispatch] for of in (forwards, backwards))
-    pairs = list(zip(ahead, back, strict=False))
-    saved = sum(
-        sum(f) + sum(b)
-        - max(f.attention, b.combine) - max(f.dispatch, b.experts)
-        - max(f.experts, b.dispatch) - max(f.combine, b.attention)
-        for f, b in pairs
-    )  # fmt: skip
-    return sum(map(sum, forwards)) + sum(map(sum, backwards)) - saved
-
-
 def expert_problem(model: Model, machine_name: str, strategy: Strategy, *, v_shape: bool) -> Problem:
     """Two stages a device along a V or interleaved, in whole microseconds, and a block of each pair of a device."""
     machine = named_machines()[machine_name]
@@ -99,35 +59,15 @@ def expert_problem(model: Model, machine_name: str, strategy: Strategy, *, v_sha
     assert problem is not None, "no budget is too small"
     whole = ("forward_us", "backward_input_us", "backward_weight_us")
     stages = [stage.replaced(**{name: round(getattr(stage, name)) for name in whole}) for stage in problem.stages]
-    costs, slowdowns = CostModel(model, machine.facts, strategy, SEQUENCE), machine.efficiencies_of("bf16").slowdowns
-    of_layer = {layer: parts_us(costs.layer(layer), slowdowns) for layer in model.distinct_layers}
-    cut, left = list[Sequence[Layer]](), list(model.layers)
-    for size in sizes:
-        cut.append(left[:size])
-        left = left[size:]
-    overlaps = []
-    for own in problem.stages_of:
-        for f, b in product(own, own):
-            alone = [sum(map(sum, (of_layer[layer][k] for layer in cut[s]))) for k, s in enumerate((f, b))]
-            time_us = block_us([of_layer[layer][0] for layer in cut[f]], [of_layer[layer][1] for layer in cut[b]])
-            times = stages[f].duration_us("F"), stages[b].duration_us("BW")
-            us = max(*times, round(sum(times) - sum(alone) + time_us))  # embedding and head hide nothing
-            overlaps.append({"forward_stage": f, "backward_stage": b, "us": us})
-    return Problem.from_data(problem.replaced(stages=stages).to_data() | {"overlaps": overlaps})
-
-
-def megatron_overlapped(problem: Problem) -> Orders:
-    """Interleaved 1F1B with one more forward ahead, each steady forward in a block with the backward before it."""
-    lists, blocks = [], dict[Op, Op]()
-    for device in interleaved_1f1b(problem).devices:
-        ops = [*device.compute]
-        for k, (backward, forward) in enumerate(pairwise(ops)):
-            if backward.kind == "BW" and forward.kind == "F":
-                ops[k : k + 2] = forward, backward
-                if problem.block_of_units_us(forward, backward) is not None:
-                    blocks[forward] = backward
-        lists.append(ops)
-    return Orders(Orders.of_compute(lists).devices, blocks=blocks)
+    problem = problem.replaced(stages=stages)
+    least_us = {
+        pair: max(stages[pair[0]].duration_us("F"), stages[pair[1]].duration_us("BW")) for pair in problem.block_us
+    }
+    overlaps = [
+        {"forward_stage": f, "backward_stage": b, "us": max(round(us), least_us[f, b])}
+        for (f, b), us in problem.block_us.items()
+    ]
+    return Problem.from_data(problem.to_data() | {"overlaps": overlaps})
 
 
 HEAD = ("profile", "memory", "interleaved, overlapped", "dualpipe-v", "zb-v", "apart", "auto", "less", "bound", "gap")
@@ -144,9 +84,9 @@ def measure(size: Size, _: Path) -> str:
 
 
 def _lines(name: str, model: Model, machine: str, degrees: Strategy, size: Size) -> list[tuple[str, ...]]:
-    one = Strategy(**{**vars(degrees), "pipeline": DEVICES, "virtual": 2})
+    one = replace(degrees, pipeline=DEVICES, virtual=2, overlap="yes")
     interleaved = expert_problem(model, machine, one, v_shape=False)
-    megatron = simulate(interleaved, orders := megatron_overlapped(interleaved))
+    megatron = simulate(interleaved, orders := interleaved_1f1b(interleaved))
     along_v = expert_problem(model, machine, one, v_shape=True)
     held = peak_budgets(along_v, dualpipe_v(along_v))
     most = max(mine / theirs for mine, theirs in zip(peak_budgets(interleaved, orders), held, strict=True))
