@@ -71,6 +71,8 @@ def warm_up() -> None:
             if method.orders is not None:
                 with suppress(MethodError):
                     method.orders(problem)
+    blocks = _toy_with_blocks()  # last: few problems have any
+    SEARCHES["search"](blocks, Limits(workers=1, deterministic_limit=WORK), Solution(), lambda _: None)
     mark(WARM)
 
 
@@ -118,6 +120,14 @@ def _toys() -> Iterator[Problem]:
         budget = {"memory_bytes": 3 * len(placement)}
         fields = {"microbatches": 6, "objective": objective, "devices": [budget] * 2, "stages": stages}
         yield Problem.from_data({"format": "optpipe.problem/1", "transfer_us": 1, **fields})
+
+
+def _toy_with_blocks() -> Problem:
+    """The first toy along a V, where a forward and a backward of a device may be one block."""
+    toy = next(problem for problem in _toys() if len(problem.stages) > len(problem.devices))
+    pairs = [(f, b) for stages in toy.stages_of for f, b in product(stages, stages)]
+    overlaps = [{"forward_stage": f, "backward_stage": b, "us": 25} for f, b in pairs]
+    return Problem.from_data(toy.to_data() | {"overlaps": overlaps})
 
 
 _OBJECTIVES = ("makespan", "device_span")

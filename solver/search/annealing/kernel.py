@@ -37,6 +37,7 @@ from solver.search.annealing.sequence import (
     equal,
     fill,
     size,
+    time_in_block,
 )
 
 NEVER_US = 1e300
@@ -111,7 +112,7 @@ def sweep(
     shift, step, offloads = table.shift, table.step, O * table.stages
     compute, copies, groups = table.streams, table.streams + table.devices, table.streams + 2 * table.devices
     mask, keys = (1 << shift) - 1, table.key_mask
-    blocks, backwards = table.has_blocks, B * table.stages << shift
+    backwards = B * table.stages << shift
     clock = np.empty(groups + len(table.first))
     copy(times.marks[mark], clock)
     done, total = mark * step, size(merged)
@@ -129,9 +130,11 @@ def sweep(
                 x = code & keys
                 i = x & mask
                 at = clock[record.stream]
-                duration_us, in_block = record.duration_us, blocks and merged.block_us[x] >= 0
-                if in_block:
-                    duration_us = merged.block_us[x]
+                duration_us = time_in_block(merged.block_us, x)
+                in_block = duration_us >= 0
+                if not in_block:
+                    duration_us = record.duration_us
+                else:
                     if x < backwards:  # its backward stands behind it, and begins with it
                         follower = table.classes[merged.ops[q + 1] >> shift]
                         j = merged.ops[q + 1] & mask
@@ -213,7 +216,7 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
     """
     shift, step, offloads, reloads = table.shift, table.step, O * table.stages, R * table.stages
     acquired, reloaded = table.streams, table.streams + table.devices
-    mask, keys, blocks = (1 << shift) - 1, table.key_mask, table.has_blocks
+    mask, keys = (1 << shift) - 1, table.key_mask
     clock = np.empty(latest.marks.shape[1])
     copy(latest.marks[row], clock)
     begin = size(merged) if row > MARKS else row * step
@@ -234,8 +237,8 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
                 end = min(end, clock[acquired + record.device])
         start = end - record.duration_us
         own = True
-        if blocks and merged.block_us[x] >= 0:
-            start = end - merged.block_us[x]
+        if time_in_block(merged.block_us, x) >= 0:
+            start = end - time_in_block(merged.block_us, x)
             own = x >> shift < B * table.stages or x >> shift >= W * table.stages
             if x >> shift < B * table.stages:
                 code = merged.ops[merged.place[x] + 1]

@@ -32,7 +32,10 @@ from solver.search.annealing.sequence import (
     block_at,
     fill,
     note_blocks,
+    set_time_in_block,
     size,
+    time_in_block,
+    time_of_pair,
     turned,
     unit,
 )
@@ -64,7 +67,7 @@ def saved_us(table: Table, merged: Merged, touched: Ints) -> float:
     total = 0.0
     for g in range(len(table.first)):
         for q in range(touched[0, g], min(touched[1, g] + 1, table.first[g] + merged.length[g])):
-            time_us = merged.block_us[merged.ops[q] & table.key_mask]
+            time_us = time_in_block(merged.block_us, merged.ops[q] & table.key_mask)
             if time_us >= 0:
                 total += table.classes[merged.ops[q] >> table.shift].duration_us - time_us
     return total
@@ -83,7 +86,8 @@ def copy_touched(table: Table, source: Merged, target: Merged, touched: Ints) ->
             target.ops[q] = source.ops[q]
             target.place[source.ops[q] & table.key_mask] = q
             if table.has_blocks:
-                target.block_us[source.ops[q] & table.key_mask] = source.block_us[source.ops[q] & table.key_mask]
+                x = source.ops[q] & table.key_mask
+                set_time_in_block(target.block_us, x, time_in_block(source.block_us, x))
         target.length[g] = source.length[g]
 
 
@@ -410,11 +414,11 @@ def _random_op(table: Table, merged: Merged, times: Times, latest: Latest, rando
     for _ in range(8):
         x = code & table.key_mask
         start = times.end_us[x] - table.classes[code >> table.shift].duration_us
-        if table.has_blocks and merged.block_us[x] >= 0:
+        if time_in_block(merged.block_us, x) >= 0:
             if x >> table.shift >= B * table.stages:
                 code = times.order[below(random, total)]  # it begins with its forward
                 continue
-            start = times.end_us[x] - merged.block_us[x]
+            start = times.end_us[x] - time_in_block(merged.block_us, x)
         if latest.start_us[x] - start <= 1e-9 * start:
             break
         code = times.order[below(random, total)]
@@ -451,13 +455,13 @@ def _join_or_part(table: Table, merged: Merged, touched: Ints, random: Word, x: 
     if forward >= table.stages << table.shift:
         return
     number = int(merged.ops[at] >> table.way_shift)
-    if merged.block_us[forward] >= 0 and below(random, 2):
+    if time_in_block(merged.block_us, forward) >= 0 and below(random, 2):
         renumber(table, merged, touched, forward, number - 1)
         return
     for _ in range(8):
         backward = int(merged.ops[_near(random, at, begin, end)] & table.key_mask)
         b = (backward >> table.shift) - B * table.stages
-        if 0 <= b < table.stages and table.block_us[forward >> table.shift, b] >= 0:
+        if 0 <= b < table.stages and time_of_pair(table.block_us, forward >> table.shift, b) >= 0:
             break
     else:
         return
@@ -697,7 +701,7 @@ def keeps_budgets(table: Table, merged: Merged, levels: Ints, touched: Ints, g: 
     while q < table.first[g] + merged.length[g] and q <= touched[1, g]:
         record = table.classes[merged.ops[q] >> table.shift]
         need_bytes = record.need_bytes
-        if table.has_blocks and merged.block_us[merged.ops[q] & table.key_mask] >= 0:
+        if time_in_block(merged.block_us, merged.ops[q] & table.key_mask) >= 0:
             need_bytes = 0  # its forward takes it
             if (merged.ops[q] & table.key_mask) >> table.shift < B * table.stages:
                 need_bytes = record.block_bytes + table.classes[merged.ops[q + 1] >> table.shift].block_bytes

@@ -96,8 +96,8 @@ class Table(NamedTuple):
     `step`: ops from one mark of a sweep to the next. `choosing`: the stages that may offload, or with several ways.
     `key_mask`: the lowest `way_shift` bits of a code. `free_order`: True if microbatches may change places.
     `has_blocks`: True if a forward and a backward may be one block. `block_us`: the time of one by the stages of both,
-    for units of factor 1; below 0 where they may not be one. All functions are given the table by value, so it is kept
-    small.
+    for units of factor 1; below 0 where they may not be one, None where there are no blocks. All functions are given
+    the table by value, so it is kept small.
     """
 
     shift: int
@@ -118,7 +118,7 @@ class Table(NamedTuple):
     key_mask: int
     free_order: bool
     has_blocks: bool
-    block_us: Floats
+    block_us: Floats | None
 
 
 def build_table(problem: Problem) -> Table:
@@ -133,7 +133,7 @@ def build_table(problem: Problem) -> Table:
     copying = [s for s, stage in enumerate(problem.stages) if any(mode.offload for mode in stage.choices)]
     recomputing = sum(any(mode.recomputes for mode in stage.choices) for stage in problem.stages)
     block_us = np.full((count, count), -1.0)
-    for stages, time_us in problem.block_us.items() if _has_blocks(problem) else ():
+    for stages, time_us in problem.block_us.items():
         block_us[stages] = time_us
     return Table(
         shift=shift,
@@ -154,7 +154,7 @@ def build_table(problem: Problem) -> Table:
         key_mask=(1 << way_shift) - 1,
         free_order=problem.has_free_order,
         has_blocks=_has_blocks(problem),
-        block_us=block_us,
+        block_us=block_us if _has_blocks(problem) else None,
     )
 
 
@@ -289,13 +289,38 @@ KIND_OF_ORDERS = np.array(codes(KINDS))
 class Merged(NamedTuple):
     """The sequences: `ops[first[g] : first[g] + length[g]]` is that of group g; `place[op]` is an index into `ops`.
 
-    `block_us[op]`: what an op of a block adds to its device's time, all of it with its F; below 0 for other ops.
+    `block_us[op]`: what an op of a block adds to its device's time, all of it with its F; below 0 for other ops. Where
+    there are no blocks it is None, for which kernels are compiled without them: with a further array in the arguments
+    of every function annealing took a fifth longer.
     """
 
     ops: Codes
     length: Ints
     place: Codes
-    block_us: Floats
+    block_us: Floats | None
+
+
+@njit(cache=True)
+def time_in_block(block_us: Floats | None, x: int) -> float:
+    """Compute what an op in a block adds to its device's time; below 0 for an op in none."""
+    if block_us is None:
+        return -1.0
+    return float(block_us[x])
+
+
+@njit(cache=True)
+def set_time_in_block(block_us: Floats | None, x: int, time_us: float) -> None:
+    """Note what an op in a block adds to its device's time."""
+    if block_us is not None:
+        block_us[x] = time_us
+
+
+@njit(cache=True)
+def time_of_pair(block_us: Floats | None, f: int, b: int) -> float:
+    """Time of a block by the stages of its forward and its backward, for units of factor 1; below 0 for none."""
+    if block_us is None:
+        return -1.0
+    return float(block_us[f, b])
 
 
 @njit(cache=True)
@@ -315,7 +340,7 @@ def block_at(table: Table, merged: Merged, q: int) -> float:
     if w >= 0 and w != q + 2:
         return NONE
     first, last = table.classes[code >> table.shift], table.classes[other >> table.shift]
-    return float(table.block_us[f, b] * max(first.factor, last.factor))
+    return float(time_of_pair(table.block_us, f, b) * max(first.factor, last.factor))
 
 
 @njit(cache=True)
@@ -324,13 +349,14 @@ def note_blocks(table: Table, merged: Merged, begin: int, end: int) -> None:
     if not table.has_blocks:
         return
     for q in range(begin, end):
-        merged.block_us[merged.ops[q] & table.key_mask] = NONE
+        set_time_in_block(merged.block_us, merged.ops[q] & table.key_mask, NONE)
     for q in range(max(begin - 2, 0), end):
         time_us = block_at(table, merged, q)
         if time_us >= 0:
             backward = merged.ops[q + 1] & table.key_mask
-            merged.block_us[merged.ops[q] & table.key_mask] = time_us
-            merged.block_us[backward] = merged.block_us[backward + (table.stages << table.shift)] = 0.0
+            set_time_in_block(merged.block_us, merged.ops[q] & table.key_mask, time_us)
+            set_time_in_block(merged.block_us, backward, 0.0)
+            set_time_in_block(merged.block_us, backward + (table.stages << table.shift), 0.0)
 
 
 @njit(cache=True)
@@ -343,17 +369,25 @@ def size(merged: Merged) -> int:
 
 
 @njit(cache=True)
+def _copy_times(source: Floats | None, target: Floats | None) -> None:
+    if source is not None:  # noqa: SIM102 (numba leaves out a branch on None alone)
+        if target is not None:
+            copy(source, target)
+
+
+@njit(cache=True)
 def overwrite(source: Merged, target: Merged) -> None:
     """Make sequences equal to others."""
     copy(source.ops, target.ops)
     copy(source.length, target.length)
     copy(source.place, target.place)
-    copy(source.block_us, target.block_us)
+    _copy_times(source.block_us, target.block_us)
 
 
 def copied(merged: Merged) -> Merged:
     """A copy that shares no array."""
-    return Merged(merged.ops.copy(), merged.length.copy(), merged.place.copy(), merged.block_us.copy())
+    block_us = None if merged.block_us is None else merged.block_us.copy()
+    return Merged(merged.ops.copy(), merged.length.copy(), merged.place.copy(), block_us)
 
 
 def merge(table: Table, simulation: Simulation) -> Merged:
@@ -389,7 +423,8 @@ def merge(table: Table, simulation: Simulation) -> Merged:
     for s in range(table.stages):
         of_stage = np.flatnonzero((kind == W) & (stage == s))
         codes[of_stage] = codes[of_stage[np.argsort(backward_place[of_stage])]]
-    merged = _merge(table, codes, key_us, lanes)
+    ops_in_place, length_of, place = _merge(table, codes, key_us, lanes)
+    merged = Merged(ops_in_place, length_of, place, np.full(len(place), -1.0) if table.has_blocks else None)
     for begin, length in zip(table.first.tolist(), merged.length.tolist(), strict=True):
         note_blocks(table, merged, begin, begin + length)
     return merged
@@ -430,7 +465,7 @@ def _ways_taken(table: Table, simulation: Simulation, joined: Flags) -> Ints:
 
 
 @njit(cache=True, nogil=True)
-def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
+def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> tuple[Codes, Ints, Codes]:
     """Merge lanes (the streams of devices): take the earliest op at the head of one that depends on nothing to come.
 
     At one time releases go before ops that take memory.
@@ -463,7 +498,7 @@ def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
         place[code & table.key_mask] = q
         ops[q] = code
         length[g] += 1
-    return Merged(ops, length, place, np.full(len(place), -1.0))
+    return ops, length, place
 
 
 @njit(cache=True)
@@ -481,9 +516,11 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
     """The orders, channel orders and waits that sequences stand for."""
     groups = zip(table.first.tolist(), merged.length.tolist(), strict=True)
     codes = np.concatenate([merged.ops[first : first + length] for first, length in groups])
-    kind, in_block = (codes & table.key_mask) >> table.shift, merged.block_us[codes & table.key_mask] >= 0
-    codes = codes[~(in_block & (kind >= W * table.stages) & (kind < C * table.stages))]
-    in_block = merged.block_us[codes & table.key_mask] >= 0
+    in_block = np.zeros(len(codes), bool)
+    if merged.block_us is not None:
+        kind, in_block = (codes & table.key_mask) >> table.shift, merged.block_us[codes & table.key_mask] >= 0
+        codes = codes[~(in_block & (kind >= W * table.stages) & (kind < C * table.stages))]
+        in_block = merged.block_us[codes & table.key_mask] >= 0
     of_class = codes >> table.shift
     kind, stage = np.divmod((codes & table.key_mask) >> table.shift, table.stages)
     microbatch_order = _microbatch_order(problem, table, merged)
