@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,11 +181,28 @@ def _print(plan: Plan, output: Path | None) -> None:
             f"half of the published steps on {plan.job.machine.name} are predicted within {share_text(plan.error)}: "
             f"{plan.ties:,} strategies tie with the fastest, and this is the simplest of them"
         )
-    for sentence in plan.job.model.assumptions:
+    for sentence in (*_of_vocabulary(plan), *plan.job.model.assumptions):
         console.print(sentence)
     if output is not None:
         files = [*map(plan.schedule_file, range(len(plan.solved))), *(["layers.json"] if plan.best_solved else [])]
         console.print(", ".join([f"wrote {output}/plan.json", *sorted(files, key=len)]))
+
+
+def _of_vocabulary(plan: Plan) -> Iterator[str]:
+    """A sentence where the output layer is too long for any cut to even out."""
+    layer = plan.vocabulary
+    if layer is None or layer.layers <= layer.most_layers:
+        return
+    text = (
+        f"the output layer takes as long as {layer.layers:.1f} layers, and with pp={plan.best.strategy.pipeline} a cut "
+        f"evens out {layer.most_layers:.1f} at most"
+    )
+    if layer.spread_s < layer.last_s:
+        text += (
+            f": with its rows on all devices (spread passes) the published schedule takes "
+            f"{time_text(1e6 * layer.spread_s)} in place of {time_text(1e6 * layer.last_s)}"
+        )
+    yield text
 
 
 def plan_table(plan: Plan, most: int) -> Table:

@@ -24,7 +24,17 @@ from solver.layout.candidates import Search, candidates
 from solver.layout.fitting import Job
 from solver.layout.legal import legal_instead
 from solver.layout.ranking import Judged, rank
-from solver.layout.strategies import AXES, CLOSED_FORMS, FIELDS, Fixed, Rated, Rater, rate_all, values_of
+from solver.layout.strategies import (
+    AXES,
+    CLOSED_FORMS,
+    FIELDS,
+    Fixed,
+    Rated,
+    Rater,
+    VocabularyLayer,
+    rate_all,
+    values_of,
+)
 from solver.limits import Limits
 from solver.trainer_settings import Setting, nearest_settings
 
@@ -135,6 +145,11 @@ class Plan(Displayed):
         sequence_s = ideal_seconds(self.job.model, self.job.machine.facts, self.job.sequence)
         return sequence_s * self.job.global_batch / self.gpus / seconds
 
+    @property
+    def vocabulary(self) -> VocabularyLayer | None:
+        """Length of the output layer in the strategy to take, and a step with it on all devices; None for pp=1."""
+        return Rater(self.job, self.fixed).vocabulary(self.best.strategy)
+
     def summary(self) -> Summary:
         """The fastest strategies, for notebooks."""
         title, best = f"{self.job.model.name} on {self.gpus:,} {self.job.machine.name}", self.best
@@ -231,6 +246,7 @@ class Plan(Displayed):
             "tokens_per_s_per_gpu": self.tokens_per_s(best.seconds),
             "utilization": self.utilization(best.seconds),
             "ranks": _ranks(self.job, strategy, found.schedule if found else None),
+            "vocabulary": self.vocabulary and self.vocabulary._asdict(),
             "placement": placement_name(kind, strategy.virtual),
             "cut": list(strategy_partition(self.job.model, strategy).sizes),
             "published": {

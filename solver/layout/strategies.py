@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -206,6 +206,22 @@ def variants(job: Job, family: Strategy, fixed: Fixed) -> Iterator[Strategy]:
                 yield replace(family, virtual=virtual, schedule=name)
 
 
+class VocabularyLayer(NamedTuple):
+    """Output layer of a model in a pipeline, with what predicts further tokens.
+
+    It takes as long as `layers` of the model's layers. A cut evens out up to `most_layers` of them: N / (p - 1), where
+    the other layers fill all other devices (Vocabulary Parallelism, arXiv 2411.05288). A step by the closed form of the
+    strategy's schedule takes `last_s` with the layer on the last device, and `spread_s` with its rows and those of the
+    input on all devices, where the fullest rank holds `spread_bytes`.
+    """
+
+    layers: float
+    most_layers: float
+    last_s: float
+    spread_s: float
+    spread_bytes: float
+
+
 class Rater:
     """Rates strategies of a job by the closed forms of their schedules."""
 
@@ -250,6 +266,18 @@ class Rater:
         mean = self.job.costs(replace(strategy, recompute="none")).devices().sum(1).mean(0)
         kinds = mean * self.job.slowdowns(strategy) * strategy.microbatches(self.job.global_batch)
         return float(sum(kinds[INDEX[kind]] for kind in ("products", "attention", "experts")))
+
+    def vocabulary(self, strategy: Strategy) -> VocabularyLayer | None:
+        """Length of the output layer, and a step with it on all devices; None without a pipeline."""
+        if strategy.pipeline == 1:
+            return None
+        costs, slowdowns, layers = self.job.costs(strategy), self.job.slowdowns(strategy), self.job.model.layers
+        layer_s = float(sum(costs.layer(one).passes.total for one in layers) @ slowdowns) / len(layers)
+        ends, spread = (self.rate(replace(strategy, vocabulary=kind), 0.0) for kind in ("ends", "spread"))
+        head_s = float(costs.ends()[1].total @ slowdowns)
+        return VocabularyLayer(
+            head_s / layer_s, len(layers) / (strategy.pipeline - 1), ends.seconds, spread.seconds, spread.memory_bytes
+        )
 
     def hidden_s(self, rated: Rated) -> float:
         """Seconds of a step that blocks hide, in the mean of all devices."""

@@ -11,6 +11,7 @@ import pytest
 from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import load_model
 from optpipe.cluster.software import MEGATRON, software_of
+from optpipe.cluster.strategy import Strategy
 from solver.layout.fitting import Job, cheapest_change
 from solver.layout.strategies import Rated, Rater, families, rate_all, variants
 from tests.sample import some
@@ -115,3 +116,18 @@ def test_the_cheapest_change_fits() -> None:
     for rating in [rating for rating in rated("llama-3.1-70b") if rating.end == "does_not_fit"][::60]:
         change = cheapest_change(one, rating.strategy)
         assert change is None or one.fits(change[1])
+
+
+def test_an_output_layer_that_no_cut_evens_out() -> None:
+    """Of 42 layers on 16 devices a cut evens out 2.8 layers; on all devices each has a sixteenth of both ends."""
+    gemma = Job(load_model("gemma-2-9b"), named_machines()["h100"], 4096, 256, MEGATRON)
+    rater, one = Rater(gemma, {}), Strategy(data=2, pipeline=16, schedule="1f1b")
+    layer = rater.vocabulary(one)
+    assert layer is not None
+    # 256,000 products with a token, and in a layer three by 14,336 and in attention some 16,000: 4.3 times as many.
+    assert 3 < layer.layers < 5
+    assert layer.most_layers == 42 / 15
+    assert layer.spread_s < layer.last_s
+    devices = gemma.costs(replace(one, vocabulary="spread")).devices().sum(1) @ gemma.slowdowns(one)
+    assert devices.max() / devices.min() < 1.5, "three or two layers, and a sixteenth of both ends"
+    assert rater.vocabulary(replace(one, pipeline=1, data=32)) is None
