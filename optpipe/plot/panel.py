@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -335,7 +335,7 @@ def peak_text(peak_bytes: int, budget_bytes: int | None, scale: MemoryScale) -> 
 Entry = tuple[Handle, str]
 
 
-def op_entries(kinds: Set[str], stages: int, names_only: bool = False) -> list[Entry]:
+def op_entries(kinds: Collection[str], stages: int, names_only: bool = False) -> list[Entry]:
     """Legend entries for ops of `kinds` with up to `stages` stages per device; in a column only the kinds' names."""
     crowded = not {*RECOMPUTATIONS}.isdisjoint(kinds)
     entries: list[Entry] = [
@@ -343,7 +343,7 @@ def op_entries(kinds: Set[str], stages: int, names_only: bool = False) -> list[E
             Patch(facecolor=row.colour),
             row.name if names_only else f"{row.name}  {row.short if crowded else row.label}".rstrip(),
         )
-        for row in map(look_of, [*(kind for kind in KINDS if kind in kinds), *sorted(kinds - {*KINDS})])
+        for row in map(look_of, [*(kind for kind in KINDS if kind in kinds), *sorted({*kinds} - {*KINDS})])
     ]
     if stages > 1 and not names_only:
         shades = tuple(Patch(facecolor=op_colour("F", rank, stages)) for rank in range(min(stages, 6)))

@@ -335,7 +335,7 @@ def other_names(problem):
         ("early", 1, "needs 6 B on device 0, but its budget is 4 B"),
         ("raises", 1, "raised AttributeError: 'Problem' object has no attribute 'nothing' (line 25 of own.py)"),
         ("number", 1, "returned 3. Maybe return a list"),
-        ("other_names", 1, "'X0.0' is not the name of an op"),
+        ("other_names", 1, "an op has the kind 'X'; the kinds are F, B, W"),
         ("absent", 2, "own.py has no function 'absent'; the functions there are order, lacks_one"),
     ],
 )
