@@ -115,14 +115,20 @@ class HeavyProcess:
     @classmethod
     async def start(cls) -> HeavyProcess:
         """Start one, and return when it has loaded what is slow to load. Raises ProcessDiedError."""
-        process = await asyncio.create_subprocess_exec(
-            *module_command("api.process_pool_child", str(os.getpid())),
-            stdin=PIPE,
-            stdout=PIPE,
-            env=child_environment(),
-            start_new_session=True,
+        launch = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *module_command("api.process_pool_child", str(os.getpid())),
+                stdin=PIPE,
+                stdout=PIPE,
+                env=child_environment(),
+                start_new_session=True,
+            )
         )
-        started = cls(process)
+        try:
+            started = cls(await asyncio.shield(launch))
+        except asyncio.CancelledError:  # it is there all the same, or will be: nobody else would end it
+            await cls(await launch).end()
+            raise
         try:
             await started._answer()
         except BaseException:
@@ -163,12 +169,15 @@ class HeavyProcess:
         raise HttpError(HTTPStatus(answer["status"]), [Fault(**fault) for fault in json.loads(content)])
 
     async def end(self) -> None:
-        """Kill it and wait until it is gone."""
+        """Kill it and wait until it is gone, and its pipes are closed: a loop that ends sooner complains of them."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self._process.wait()
+        if self._process.stdout is not None:
+            with suppress(RuntimeError, ConnectionError):  # a task that still reads sees the end itself
+                await self._process.stdout.read()
 
 
 class FairSlots:
