@@ -46,7 +46,7 @@ def assert_plain_step(check: CheckResult | Mapping[str, Any] | None, dtype: str 
     """A check, or its JSON: gradients and loss of the plain step, peaks as planned, and nothing left."""
     assert check is not None
     found = asdict(check) if isinstance(check, CheckResult) else check
-    assert not found["failures"]
+    assert not found["failures"], found["failures"]
     assert found["max_gradient_error"] <= MAX_ERROR[dtype]
     assert found["loss_error"] <= MAX_ERROR[dtype]
     for device in found["devices"]:
