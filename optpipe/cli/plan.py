@@ -65,7 +65,7 @@ class SliceChoice(StrEnum):
 
 
 class Tried(StrEnum):
-    """What is tried of a choice: only with it, only without, or both."""
+    """Values tried of a choice: only with it, only without, or both."""
 
     BOTH = "both"
     YES = "yes"

@@ -165,7 +165,7 @@ class Rules:
         return tuple(self.doer("W", s, unit) for unit in units)  # of REDUCE: the weight gradients of every microbatch
 
     def _needs_of_vocabulary(self, kind: str, device: int, i: int, passes: VocabularyPasses) -> tuple[Key, ...]:
-        """What a pass of the vocabulary layer, or a device in an exchange, needs of its own device."""
+        """Needs of a pass of the vocabulary layer, or of a device in an exchange, on its own device."""
         last = len(self.placement) - 1
         if kind == "BROADCAST":
             return (("F", last, i),) if self.placement[last] == device else ()

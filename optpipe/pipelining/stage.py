@@ -208,7 +208,7 @@ class SubmoduleStage(Stage):
         return tuple(received) if isinstance(received, tuple | list) else (received,)
 
     def _returned(self, microbatch: int, output: Any) -> Tree:
-        """What the submodule returned, as the next stage gets it."""
+        """Output of the submodule, as the next stage gets it."""
         if self._is_last:
             if self.batch.keeps_outputs and not self._again:
                 self.batch.outputs[microbatch] = _detached(output)

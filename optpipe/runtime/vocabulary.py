@@ -43,7 +43,7 @@ def rows_of(vocabulary: int, device: int, devices: int) -> range:
 
 @dataclass
 class _Part:
-    """What a device keeps of a microbatch between its passes.
+    """State of a microbatch on a device between its passes.
 
     `exponentials` (n, v) of logits less their maximum, `figures` (3, n), `product` (n, h) of exponentials and rows in
     Algorithm 2. Behind the exchange, `factor` (n) makes a softmax of the exponentials.

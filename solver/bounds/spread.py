@@ -27,7 +27,7 @@ class _Task(NamedTuple):
 
 
 _Needs = dict[_Task, list[tuple[_Task, float]]]
-"""What each task comes after, with the least time between the two."""
+"""Tasks that each task comes after, with the least time between the two."""
 
 
 def spread_bound_us(problem: Problem) -> float:

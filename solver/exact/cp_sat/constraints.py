@@ -413,7 +413,7 @@ class Constraints:
                 self.model.add_cumulative(intervals, [piece.size for piece in pieces], budget)
 
     def _held_by_passes(self, device: int) -> Iterator[Held]:
-        """What ops of spread passes keep until the pass that frees it, and their workspace."""
+        """Bytes that ops of spread passes keep until the pass that frees them, and their workspace."""
         graph = self.variables.graph
         for one, i, task in self._spread_tasks(device):
             own = graph.unit_class[i]

@@ -119,7 +119,7 @@ def test_the_cheapest_change_fits() -> None:
 
 
 def test_an_output_layer_that_no_cut_evens_out() -> None:
-    """Of 42 layers on 16 devices a cut evens out 2.8 layers; on all devices each has a sixteenth of both ends."""
+    """A cut of 42 layers on 16 devices evens out 2.8 of them; on all devices each has a sixteenth of both ends."""
     gemma = Job(load_model("gemma-2-9b"), named_machines()["h100"], 4096, 256, MEGATRON)
     rater, one = Rater(gemma, {}), Strategy(data=2, pipeline=16, schedule="1f1b")
     layer = rater.vocabulary(one)
