@@ -60,6 +60,7 @@ class _List:
 
     def __init__(self, problem: Problem, rule: Rule) -> None:
         self.problem, self.graph, self.rule = problem, lower(problem), rule
+        self.stages_of = problem.stages_of
         graph, devices = self.graph, range(len(problem.devices))
         self.queues: dict[tuple[str, int], _Queue] = {}
         urgent = self._urgent()
@@ -85,7 +86,7 @@ class _List:
             max((row[0] for queue in queues if queue.letter != "F" for row in queue.bytes), default=0)
             for queues in self.of_device
         ]
-        self.freeing: list[list[tuple[float, int]]] = [[] for _ in devices]
+        self.promised = [0 for _ in devices]
         self.events: list[tuple[float, int]] = [(0.0, d) for d in devices]
         self.compute: list[list[Op]] = [[] for _ in devices]
 
@@ -131,8 +132,15 @@ class _List:
         budget, (taken, _) = self.budget[device], queue.bytes[queue.next]
         if budget is None:
             return True
-        reserve = self.reserve[device] if queue.letter == "F" else 0
-        return self.held[device] + max(taken, sum(queue.bytes[queue.next]) + reserve) <= budget
+        if queue.letter != "F" or queue.place != self.stages_of[device][0]:
+            return self.held[device] + taken <= budget
+        # A microbatch enters a device where there is room for all of its forwards there, and for any op behind them.
+        held = self.held[device] + self.promised[device]
+        return held + max(taken, self._entering(device, queue.next) + self.reserve[device]) <= budget
+
+    def _entering(self, device: int, number: int) -> int:
+        """Bytes that the forwards of a microbatch leave on a device."""
+        return sum(sum(self.queues["F", s].bytes[number]) for s in self.stages_of[device])
 
     def _ready_us(self, queue: _Queue) -> float | None:
         """When the next op of a queue may start; None where that is not known yet."""
@@ -172,7 +180,11 @@ class _List:
     def _begin(self, queue: _Queue, device: int, time_us: float) -> None:
         i, duration_us = queue.units[queue.next], queue.duration_us[queue.next]
         end_us = time_us + duration_us
-        self.held[device] += sum(queue.bytes[queue.next])
+        left = sum(queue.bytes[queue.next])
+        self.held[device] += left
+        if queue.letter == "F":
+            enters = queue.place == self.stages_of[device][0]
+            self.promised[device] += (self._entering(device, queue.next) if enters else 0) - left
         queue.end_us[i] = self.free_us[device] = end_us
         queue.next += 1
         self.compute[device].append(Op(queue.kind, queue.place, i))

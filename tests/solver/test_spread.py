@@ -19,6 +19,7 @@ from optpipe.verify import verify
 from solver.bounds import lower_bound_us
 from solver.build import within_budgets
 from solver.limits import Limits
+from solver.search.spread_lists import spread_lists
 from solver.serial import serial_orders
 from solver.solve import solve
 from tests.optpipe.test_spread import Data, random_problem, vocabulary
@@ -176,7 +177,29 @@ def test_no_bound_exceeds_a_schedule(seed: int) -> None:
     assert lower_bound_us(problem) <= simulate(problem, orders).value_us * (1 + 1e-9)
 
 
-def test_blocks_stand_beside_passes() -> None:
+def test_lists_of_stages_along_a_v_in_memory_of_few_microbatches() -> None:
+    """A microbatch enters a device where there is room for all of its forwards there, so no list gets stuck."""
+    data = uniform(4, 6, v_shape=True, activation_bytes=2, backward_weight_bytes=1, budget=12).to_data()
+    data["spread"] = [
+        {"name": "E", "us": [1] * 4},
+        {"name": "S", "us": [4, 4, 4, 0], "kept_bytes": [1, 1, 1, 0], "after": [{"op": "F", "stage": 7}]},
+        {"name": "T", "us": [2, 2, 2, 0], "frees": "S", "after": [{"pass": "S", "us": 1}]},
+    ]
+    data["gates"] = [
+        {"op": "F", "stage": 0, "after": [{"pass": "E"}]},
+        {"op": "B", "stage": 7, "after": [{"pass": "S", "us": 1}]},
+    ]
+    problem = Problem.from_data(data)
+    floor = serial_orders(problem)
+    assert floor is not None
+    for make in spread_lists(problem):
+        orders = make()
+        simulation = simulate(problem, orders)
+        assert within_budgets(problem, orders, simulation)
+        assert simulation.value_us < simulate(problem, floor).value_us
+
+
+def test_blocks_stand_with_passes() -> None:
     """Blocks of stages that no gate delays are joined in orders with passes, and no bound exceeds what they save."""
     data = v_blocks(2, 4, 2.0).to_data()
     data["overlaps"] = [pair for pair in data["overlaps"] if 3 not in pair.values()]
