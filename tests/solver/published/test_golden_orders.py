@@ -109,12 +109,15 @@ def serial(problem: Problem) -> Orders | None:
     return serial_orders(problem)
 
 
+APART = ("seq1f1b", "slimpipe", "dualpipe-v", "vocab-1", "vocab-2")
+"""Schedules of problems that are not among these."""
+
 SCHEDULERS = {
-    # 1F1B that recomputes is for stages with modes, others for slices or blocks; the problems recorded have none.
+    # 1F1B that recomputes is for stages with modes, others for slices, blocks or passes; those recorded have none.
     **{
         name: method.orders
         for name, method in METHODS.items()
-        if method.orders and "recompute" not in name and name not in ("seq1f1b", "slimpipe", "dualpipe-v")
+        if method.orders and "recompute" not in name and name not in APART
     },
     "serial": serial,
     "modulo": modulo_orders,
