@@ -243,7 +243,9 @@ def _issue(model: type[BaseModel], error: ErrorDetails, source: str) -> Issue:
     kind = error["type"]
     if kind == "extra_forbidden":
         *parents, name = loc
-        close = get_close_matches(str(name), _fields_at(model, tuple(parents)), n=1)
+        # An alternative of another kind may have a field of this very name.
+        others = [field for field in _fields_at(model, tuple(parents)) if field != name]
+        close = get_close_matches(str(name), others, n=1)
         return Issue(loc, "unknown_field", "is not a field." + (f" Maybe you meant {close[0]}." if close else ""))
     if kind == "missing":
         return Issue(loc, "missing", "is missing.")

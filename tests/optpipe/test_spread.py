@@ -175,6 +175,7 @@ def test_the_verifier_names_what_is_broken(change: Callable[[list[Data]], object
     [
         ({"part": 2}, r"compute\[2\].part is 2 of 2 devices"),
         ({"op": "Q"}, "has an op 'Q'; the problem's spread passes are: S, T"),
+        ({"stage": 0}, r"compute\[2\].stage is not a field\.$"),
         ({"waits": ["Q0.0"]}, "has an op 'Q'"),
     ],
 )

@@ -74,7 +74,7 @@ class HuggingFaceTask:
 
     @property
     def architecture(self) -> Architecture | None:
-        """That of a causal language model of text alone."""
+        """Architecture of a causal language model of text alone; None for others."""
         config = self.model.config.to_dict()
         if not self._labels.shift or "text_config" in config:
             return None
