@@ -177,6 +177,14 @@ def test_no_bound_exceeds_a_schedule(seed: int) -> None:
     assert lower_bound_us(problem) <= simulate(problem, orders).value_us * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("spare", "least_us"), [(1, 1574), (0, 1825)])
+def test_lists_in_the_memory_of_vocab_2_and_of_1f1b(spare: int, least_us: float) -> None:
+    """Figures of docs/concepts/spread.md: vocab-2 takes 1598 us, and no schedule less than 1557."""
+    problem = limited(vocabulary(8, 128), [2 * (8 - d + spare) for d in range(8)])
+    assert lower_bound_us(problem) == 1557
+    assert min(simulate(problem, make()).value_us for make in spread_lists(problem)) == least_us
+
+
 def test_lists_of_stages_along_a_v_in_memory_of_few_microbatches() -> None:
     """A microbatch enters a device where there is room for all of its forwards there, so no list gets stuck."""
     data = uniform(4, 6, v_shape=True, activation_bytes=2, backward_weight_bytes=1, budget=12).to_data()
