@@ -8,13 +8,14 @@ READY := $(VENV)/.ready
 PROGRAMS := /usr/bin/chromium /usr/bin/curl
 AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: setup demo test test-slow lint unit docs pictures dist bench bench-tables gpu-check browser page-types clean
+.PHONY: setup demo test test-slow lint unit durations docs pictures dist bench bench-tables gpu-check browser page-types clean
 
 # What is installed, and compiled kernels.
 setup: $(READY)
 
 # Needs neither linters nor test tools; its kernels are compiled while it runs.
 demo: $(RUNS)
+	@echo "loading, the first time with every module compiled"
 	$(BIN)/python -m examples.demo --out out/demo
 
 # A test builds the site as `make docs` does.
@@ -26,14 +27,23 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Each process begins with one half of the files and takes from the other's when it is through: so most tests of a
-# file share what they have set up.
+# Each of two processes takes the next file, the longest first (tests/durations.py): tests of a file share what they have
+# set up, and both processes end together.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Each process of the tests would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 unit: $(READY) $(PROGRAMS)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=40 --durations-min=2
+	$(PYTEST) --durations=40 --durations-min=2
+
+# The seconds of each test file, to tests/durations.json.
+durations: $(READY) $(PROGRAMS)
+	$(PYTEST) --write-durations
 
 # What takes minutes: all enumerations whole, every command of the docs, the wheel in clean environments, chaos.
 test-slow: $(READY) $(PROGRAMS)
-	OPTPIPE_TEST_SIZE=full $(BIN)/python -m pytest -n 2 --dist worksteal -m ''
+	OPTPIPE_TEST_SIZE=full $(PYTEST) -m ''
 
 # The site, from docs/ and the docstrings; a warning is an error.
 docs: $(INSTALLED)

@@ -19,7 +19,7 @@ from api.middleware import (
     LocalRequestsOnly,
     RequireKey,
     SecurityHeaders,
-    refuse_unknown_parameters,
+    refuse_ignored_parameters,
 )
 from api.openapi import describe
 from api.problem_details import answer_errors_as_problems
@@ -69,7 +69,7 @@ def create_app(settings: Settings) -> FastAPI:
     parts = schedules, plans, solve, batch, documents, events, analysis, demo_data, health
     routers = [*ROUTERS, *(part.router for part in parts)]
     for router in routers:
-        app.include_router(router, dependencies=[Depends(refuse_unknown_parameters)])
+        app.include_router(router, dependencies=[Depends(refuse_ignored_parameters)])
     mount_page(app, settings.docs_folder)
     answer_errors_as_problems(app, [route for router in routers for route in router.routes])
     describe(app, settings.keys_required)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from contextlib import suppress
 from difflib import get_close_matches
 from http import HTTPStatus
@@ -193,18 +194,26 @@ JsonOrFormBody = Annotated[bytes, Depends(_json_or_form_body)]
 """The same, also where the type is a form's: that is what ``curl --data @problem.json`` says of any body."""
 
 
-async def refuse_unknown_parameters(request: Request) -> None:
-    """Raise HttpError for a query parameter that the route does not have, so that none is ignored unseen."""
+async def refuse_ignored_parameters(request: Request) -> None:
+    """Raise HttpError for a query parameter that the route does not have or that stands there twice.
+
+    So none is ignored unseen: of several values only the last would count.
+    """
     known = _query_parameters(request.scope["route"].dependant)
-    unknown = [name for name in request.query_params if name not in known]
-    if not unknown:
+    given = Counter(name for name, _ in request.query_params.multi_items())
+    ignored = [name for name, times in given.items() if times > 1 or name not in known]
+    if not ignored:
         return
     faults = []
-    for name in unknown[:MOST_NAMED]:
+    for name in ignored[:MOST_NAMED]:
+        which = f"the query parameter {name[:LONGEST_ECHO]!a}"
+        if name in known:
+            detail = f"{which} is given {given[name]} times, but takes one value. Maybe ask once for each."
+            faults.append(Fault(pointer="", code="repeated_parameter", detail=detail))
+            continue
         close = get_close_matches(name, known, n=1)
         maybe = close[0] if close else ", ".join(sorted(known)) or "leave it out: this call takes none"
-        detail = f"the query parameter {name[:LONGEST_ECHO]!a} is not known here. Maybe {maybe}."
-        faults.append(Fault(pointer="", code="unknown_parameter", detail=detail))
+        faults.append(Fault(pointer="", code="unknown_parameter", detail=f"{which} is not known here. Maybe {maybe}."))
     raise HttpError(HTTPStatus.UNPROCESSABLE_ENTITY, faults)
 
 
@@ -214,7 +223,7 @@ def _query_parameters(dependant: Dependant) -> set[str]:
 
 
 MOST_NAMED = 20
-"""Unknown parameters that an error lists."""
+"""Parameters that an error lists."""
 
 
 SECURITY_HEADERS = {

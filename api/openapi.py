@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Any
 
@@ -41,9 +42,8 @@ def json_request(*models: type[Document], example: Any = None) -> dict[str, Any]
 
 
 def describe(app: FastAPI, keys_required: bool) -> None:
-    """Set `app.openapi()` to the document of all routes added so far."""
-    document = _document(app, keys_required)
-    app.openapi = lambda: document  # type: ignore[method-assign]
+    """Set `app.openapi()` to the document of all routes, made when it is first asked for."""
+    app.openapi = cache(partial(_document, app, keys_required))  # type: ignore[method-assign]
 
 
 _HEADERS: dict[str, dict[str, Any]] = {

@@ -9,12 +9,12 @@ import signal
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
 from itertools import accumulate
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from uuid import UUID
 
 import structlog
@@ -28,6 +28,8 @@ MOST_SECONDS = 30.0
 MOST_WAITING = 64
 MOST_WAITING_OF_ONE = 16
 """Tasks that may wait, in all and of one caller."""
+
+T = TypeVar("T")
 
 _log = structlog.get_logger("optpipe.heavy")
 
@@ -44,6 +46,8 @@ class ProcessPool:
         self._budget = SecondsBudget(most_seconds_a_minute)
         self._idle: list[HeavyProcess] = []
         self._busy: set[HeavyProcess] = set()
+        self._own_tasks: set[asyncio.Task[Any]] = set()
+        """Starts and ends of processes: a request that is cancelled may not await them, and the pool ends with them."""
         self._shares = Quota("heavy_tasks", MOST_WAITING, MOST_WAITING_OF_ONE)
 
     async def __aenter__(self) -> Self:
@@ -51,16 +55,32 @@ class ProcessPool:
             with suppress(ProcessDiedError):  # the first task that needs a process reports it
                 self._idle.append(await HeavyProcess.start())
 
-        self._first = asyncio.create_task(start_first(), name="first heavy process")
+        self._first = self._apart(start_first())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._first.cancel()
-        await asyncio.gather(self._first, return_exceptions=True)
         for process in [*self._idle, *self._busy]:
-            await process.end()
+            self._apart(process.end())
+        while self._own_tasks:
+            await asyncio.wait(self._own_tasks)
+
+    def _apart(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that no cancelled request takes with it."""
+        task = asyncio.create_task(work)
+        self._own_tasks.add(task)
+        task.add_done_callback(self._own_tasks.discard)
+        return task
+
+    async def _started(self) -> HeavyProcess:
+        start = self._apart(HeavyProcess.start())
+        try:
+            return await asyncio.shield(start)
+        except asyncio.CancelledError:
+            start.cancel()
+            raise
 
     async def run(self, task: str, body: bytes, owner: UUID | None, **options: Any) -> bytes:
         """Run a task of `api.process_pool_child` on a body. Raises HttpError if it fails, times out or all are busy."""
@@ -86,7 +106,7 @@ class ProcessPool:
         """A process for one task. One that was interrupted in a task is killed and not used again."""
         await asyncio.wait([self._first])
         self._idle = [process for process in self._idle if process.alive]
-        process = self._idle.pop() if self._idle else await HeavyProcess.start()
+        process = self._idle.pop() if self._idle else await self._started()
         self._busy.add(process)
         try:
             yield process
@@ -94,7 +114,7 @@ class ProcessPool:
             self._idle.append(process)
             raise
         except BaseException:
-            await process.end()
+            await asyncio.shield(self._apart(process.end()))
             raise
         else:
             self._idle.append(process)
@@ -111,6 +131,7 @@ class HeavyProcess:
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._reading = asyncio.Lock()
 
     @classmethod
     async def start(cls) -> HeavyProcess:
@@ -160,8 +181,9 @@ class HeavyProcess:
     async def _answer(self) -> bytes:
         assert self._process.stdout is not None
         try:
-            answer = json.loads(await self._process.stdout.readuntil())
-            content = await self._process.stdout.readexactly(answer["bytes"])
+            async with self._reading:
+                answer = json.loads(await self._process.stdout.readuntil())
+                content = await self._process.stdout.readexactly(answer["bytes"])
         except (ConnectionError, asyncio.IncompleteReadError):
             raise ProcessDiedError from None
         if answer["status"] == HTTPStatus.OK:
@@ -176,8 +198,9 @@ class HeavyProcess:
             self._process.stdin.close()
         await self._process.wait()
         if self._process.stdout is not None:
-            with suppress(RuntimeError, ConnectionError):  # a task that still reads sees the end itself
-                await self._process.stdout.read()
+            with suppress(ConnectionError):
+                async with self._reading:  # a task that still reads sees the end first
+                    await self._process.stdout.read()
 
 
 class FairSlots:

@@ -280,9 +280,9 @@ simulator predicts how much faster each is: throughput over that of the schedule
   and `vocab-2` are the closed form of these schedules for means of them, costed as without such passes. Simulated with
   their own passes of each device the 32 runs are within
   [2 % but for long sequences with small vocabularies](benchmarks/training.md#a-vocabulary-layer-on-all-devices). Layers
-  run slower beside the passes of the vocabulary, F by 9 to 10 % and B and W by 7 %. This was seen for 256k words alone,
-  and is counted there. The costs of the other rows are those of runs without such passes, and predictions are 7 to 9 %
-  too high. How many layers the last stage kept when they were spread anew is certain for 256k words alone: none.
+  run slower beside the passes of the vocabulary, F by 9 to 10 % and B and W by 7 %. This was seen for a vocabulary of
+  256k alone, and is counted there. The costs of the other rows are those of runs without such passes, and predictions
+  are 7 to 9 % too high. How many layers the last stage kept when they were spread anew is certain for 256k alone: none.
 """
 _FAR = """
 ## Steps that are farther than {far}

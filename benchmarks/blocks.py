@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.accuracy import FOLDER
-from benchmarks.markdown import conditions, table, time_text
+from benchmarks.markdown import conditions, table
 from benchmarks.section import Section, Size, main, say
 from optpipe.cluster.layers import strategy_layers
 from optpipe.cluster.machine import named_machines
@@ -80,7 +80,8 @@ def measure(size: Size, _: Path) -> str:
     for name in CASES if size == "full" else list(CASES)[:1]:
         row, machine, strategy = CASES[name]
         lines += _lines(name, rows[row].model, machine, strategy, size)
-    return f"{table(HEAD, lines, 2)}\n\n{conditions(f'{COMMAND} --size {size}', TIME_LIMIT_S[size])}"
+    measured = conditions(f"{COMMAND} --size {size}", TIME_LIMIT_S[size], " Values are seconds.")
+    return f"{table(HEAD, lines, 2)}\n\n{measured}"
 
 
 def _lines(name: str, model: Model, machine: str, degrees: Strategy, size: Size) -> list[tuple[str, ...]]:
@@ -99,16 +100,20 @@ def _lines(name: str, model: Model, machine: str, degrees: Strategy, size: Size)
         apart_us = solve(without_blocks(problem), "auto", Limits(TIME_LIMIT_S[size])).value_us
         schedule = solve(problem, "auto", Limits(TIME_LIMIT_S[size]))
         line = (
-            *(name, percent_text(share), f"{time_text(megatron.value_us)} ({percent_text(most)})"),
-            *(time_text(us) if us < float("inf") else "-" for us in published),
-            time_text(apart_us),
-            time_text(schedule.value_us),
+            *(name, percent_text(share), f"{_seconds(megatron.value_us)} ({percent_text(most)})"),
+            *(_seconds(us) if us < float("inf") else "-" for us in published),
+            _seconds(apart_us),
+            _seconds(schedule.value_us),
             percent_text(1 - schedule.value_us / min(apart_us, *published)),
-            *(time_text(schedule.bound_us), percent_text(schedule.gap)),
+            *(_seconds(schedule.bound_us), percent_text(schedule.gap)),
         )
         say("  ".join(line))
         lines.append(line)
     return lines
+
+
+def _seconds(time_us: float) -> str:
+    return f"{time_us / 1e6:.3f}"
 
 
 def _value_us(problem: Problem, make: object) -> float:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from benchmarks.executor_case import Case
-from benchmarks.markdown import machine, table
+from benchmarks.markdown import Time, TimedRow, machine, table
 from benchmarks.runs import torchrun
 from benchmarks.section import Section, Size, main
 from instances import uniform
@@ -93,8 +93,8 @@ def _measure(size: Size, _: Path) -> str:
     head = [
         "schedule",
         "runtime",
-        "host, us an op",
-        "step, us",
+        "host, µs an op",
+        "step",
         "peak, bytes",
         "host: ours / torch",
         "peak: ours / torch",
@@ -103,8 +103,8 @@ def _measure(size: Size, _: Path) -> str:
     return f"{table(head, rows, text_columns=2)}\n\n`{COMMAND} --size {size}`: {machine()}, torch {version('torch')}."
 
 
-def _cells(cost: Cost) -> list[str]:
-    return [f"{cost.host_us_per_op:.0f}", f"{cost.step_us:,.0f}", f"{cost.peak_bytes:,}"]
+def _cells(cost: Cost) -> TimedRow:
+    return [f"{cost.host_us_per_op:.0f}", Time(round(cost.step_us)), f"{cost.peak_bytes:,}"]
 
 
 def ratios(name: str, costs: dict[str, Cost]) -> list[str]:

@@ -17,26 +17,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from benchmarks.markdown import Row, machine, seconds_text, table
+from benchmarks.markdown import Time, TimedRow, machine, seconds_text, table
 from benchmarks.section import Section, Size, main, say
 from instances import uniform
 from optpipe.problem import Problem
-from optpipe.units import time_text
+from optpipe.units import TIME_UNITS
 from solver.kernels import compiler_lock
 
 COMMAND = "python -m benchmarks.first_solve first-solve"
 EXAMPLE = Path("examples/problems/offload-p4-m8.json")
 HEAD = ("problem", "ops", "kernels", "limit s", "first schedule s", "its value", "answer s", "its value", "processor s")
 
-_PROGRESS = re.compile(r" s +([\d,.]+ (?:µs|ms|s))  bound ")
+_PROGRESS = re.compile(r" s +([\d,.]+) (µs|ms|s)  bound ")
+
+UNIT_US = {unit.name: unit.size for unit in TIME_UNITS}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run of `optpipe solve`: elapsed seconds to its first schedule and to its end; `first_value` as it was printed."""
+    """Run of `optpipe solve`: elapsed seconds to its first schedule, whose value was `first_us`, and to its end."""
 
     first_s: float
-    first_value: str
+    first_us: float | None
     end_s: float
     value_us: float
     processor_s: float
@@ -46,7 +48,7 @@ def measure(size: Size, _pictures: Path) -> str:
     """Solve each problem without compiled kernels, and again with them."""
     large = uniform(64, 1024, v_shape=True, budget=256)
     problems = [(Problem.load(EXAMPLE), 3.0)] + ([(large, 5.0)] if size == "full" else [])
-    rows: list[Row] = []
+    rows: list[TimedRow] = []
     compiled_s = []
     for problem, limit_s in problems:
         with tempfile.TemporaryDirectory() as name:
@@ -81,18 +83,20 @@ def _run(path: Path, limit_s: float) -> Run:
     ]
     before = os.times()
     began = time.perf_counter()
-    first_s, first_value = float("inf"), ""
+    first_s = float("inf")
+    first_us: float | None = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         for line in process.stderr:
             found = _PROGRESS.search(line)
-            if found and not first_value:
-                first_s, first_value = time.perf_counter() - began, found[1]
+            if found and first_us is None:
+                first_s = time.perf_counter() - began
+                first_us = float(found[1].replace(",", "")) * UNIT_US[found[2]]
         summary = json.load(process.stdout)
     after = os.times()
     used_s = after.children_user + after.children_system - before.children_user - before.children_system
-    run = Run(first_s, first_value, time.perf_counter() - began, summary["value_us"], used_s)
+    run = Run(first_s, first_us, time.perf_counter() - began, summary["value_us"], used_s)
     say(f"{path.name}  {run}")
     return run
 
@@ -103,10 +107,10 @@ def _wait_for_compiler() -> None:
     lock.close()
 
 
-def _row(problem: Problem, kernels: str, limit_s: float, run: Run) -> Row:
+def _row(problem: Problem, kernels: str, limit_s: float, run: Run) -> TimedRow:
     ops = f"{3 * len(problem.stages) * problem.microbatches:,}"
     name = problem.name or f"V of {len(problem.devices)} devices, {problem.microbatches:,} microbatches"
-    first = (seconds_text(run.first_s), run.first_value or "-")
+    first = (seconds_text(run.first_s), "-" if run.first_us is None else Time(run.first_us))
     return (
         name,
         ops,
@@ -114,7 +118,7 @@ def _row(problem: Problem, kernels: str, limit_s: float, run: Run) -> Row:
         f"{limit_s:g}",
         *first,
         seconds_text(run.end_s),
-        time_text(run.value_us),
+        Time(run.value_us),
         seconds_text(run.processor_s),
     )
 

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import geometric_mean
 
-from benchmarks.markdown import Row, conditions, seconds_text, table, time_text
+from benchmarks.markdown import Time, TimedRow, conditions, seconds_text, table
 from benchmarks.section import Section, Size, main, say
 from instances import HALF, uniform
 from optpipe.problem import Problem
@@ -69,14 +69,14 @@ def measure(size: Size, _: Path) -> str:
 
 
 def _table(name: str, problem: Problem, size: Size) -> str:
-    rows = []
+    rows: list[TimedRow] = []
     for text, options in islice(variants(), None if size == "full" else QUICK_VARIANTS):
         rows.append((text, *_row(problem, options, size)))
-        say(f"{name}  {'  '.join(rows[-1])}")
+        say(f"{name}  {text}")
     return table(HEAD, rows, 1)
 
 
-def _row(problem: Problem, options: Options, size: Size) -> Row:
+def _row(problem: Problem, options: Options, size: Size) -> TimedRow:
     """Measure the size of a model, and the results of searches with several seeds."""
     orders = ada_offload(problem)
     value_us, bound_us = simulate(problem, orders).value_us, lower_bound_us(problem)
@@ -90,8 +90,8 @@ def _row(problem: Problem, options: Options, size: Size) -> Row:
     proved = sum(limits.reached(answer.value_us, answer.bound_us) for answer in answers)
     return (
         *(f"{count:,}" for count in (*matrix.shape, matrix.nnz)),
-        time_text(max(answer.value_us for answer in answers)),
-        time_text(min(answer.bound_us for answer in answers)),
+        Time(max(answer.value_us for answer in answers)),
+        Time(min(answer.bound_us for answer in answers)),
         f"{proved} of {len(answers)}",
         seconds_text(geometric_mean(seconds)),
     )

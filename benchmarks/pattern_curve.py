@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.curves import Mark, MemoryChart, MemoryLine, draw_bubble_over_memory
-from benchmarks.markdown import Row, conditions, table, time_text
+from benchmarks.markdown import Time, TimedRow, conditions, table
 from benchmarks.pareto import CurvePoint, memory_curve, minimum_period_us, patterns_found, with_budget
 from benchmarks.runs import run
 from benchmarks.section import Section, Size, main, say
@@ -129,10 +129,10 @@ def _table(profile: Profile, curves: Curves) -> str:
     return table(head, [_row(profile, curves, k) for k in range(len(curves[MANY]))], text_columns=0)
 
 
-def _row(profile: Profile, curves: Curves, k: int) -> Row:
+def _row(profile: Profile, curves: Curves, k: int) -> TimedRow:
     point = curves[MANY][k]
     least_us = minimum_period_us(with_budget(profile.problem, point.budget_bytes, 1))
-    period = [time_text(least_us), time_text(point.pattern.period_us), share_text(profile.bubble_of_period(point))]
+    period = (Time(least_us), Time(point.pattern.period_us), share_text(profile.bubble_of_period(point)))
     bubbles = [share_text(profile.bubble(curve[k], m)) for m, curve in curves.items()]
     return [f"{profile.memory(point):g}", *period, *bubbles]
 
@@ -187,7 +187,7 @@ SECTIONS = (
         f"`{INSTANCE}`, for every budget between the memory of V-Min, (p + 4) // 3 microbatches, and that of 1F1B, p. "
         "These are patterns alone, without the searches that `auto` adds. The least period possible is what the "
         "integral of memory over time allows: a microbatch holds each stage's activation at least for the round trip "
-        "behind it. Times are microseconds.",
+        "behind it.",
         COMMAND,
         measure,
     ),

@@ -134,7 +134,7 @@ def _vocabulary_parallelism() -> Iterator[Ratio]:
                 found[f"vocab-{algorithm}"] = _vocabulary_ms(ms, algorithm, vocabulary, sequence)
             for schedule, predicted_ms in found.items():
                 gain = ms["step_base_ms"] / ms[f"step_{schedule.removeprefix('vocab-')}_ms"]
-                model = f"vp-4b, {sequence} tokens, {vocabulary // 1024}k words"
+                model = f"vp-4b, {sequence} tokens, vocabulary {vocabulary // 1024}k"
                 counts = VOCABULARY_DEVICES, VOCABULARY_MICROBATCHES
                 yield Ratio("Vocabulary Parallelism", model, *counts, "1f1b", schedule, gain, base_ms / predicted_ms)
 

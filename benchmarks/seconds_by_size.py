@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.curves import SizeChart, SizeLine, draw_seconds_by_size
-from benchmarks.markdown import conditions, seconds_text, table, time_text
+from benchmarks.markdown import Time, TimedRow, conditions, seconds_text, table
 from benchmarks.runs import run, warm_up
 from benchmarks.section import Section, Size, main
 from instances import HALF, uniform
@@ -157,14 +157,14 @@ def _ratio_text(moment: str, before_s: float | None, after_s: float | None) -> s
     return f"{moment} in {after_s / before_s:.2g} times the seconds"
 
 
-def _row(sized: Sized) -> list[str]:
+def _row(sized: Sized) -> TimedRow:
     problem, figures = sized.problem, sized.measured.figures
     ops = 3 * len(problem.stages) * problem.microbatches
     cells = [sized.kind, str(len(problem.devices)), str(problem.microbatches), f"{ops:,}"]
     cells += [seconds_text(seconds) for seconds in sized.seconds.values()]
     if figures is None:
         return [*cells, "-", "-", "-"]
-    return [*cells, time_text(figures.value_us), share_text(figures.gap), share_text(figures.bubble)]
+    return [*cells, Time(figures.value_us), share_text(figures.gap), share_text(figures.bubble)]
 
 
 def over_microbatches(devices: int, microbatches: Sequence[int], limit_s: float, kinds: Sequence[str]) -> Growth:

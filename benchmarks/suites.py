@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.markdown import seconds_text, table, time_text
+from benchmarks.markdown import Time, TimedRow, seconds_text, table
 from benchmarks.section import Section, Size, main
 from optpipe.problem import Problem
 from optpipe.schedule import relative_gap
@@ -50,10 +50,10 @@ def _table(known: Sequence[Known]) -> str:
     return table(head, [_row(*entry) for entry in known], text_columns=1)
 
 
-def _row(case: Case, figures: Figures, recorded: Recorded) -> list[str]:
+def _row(case: Case, figures: Figures, recorded: Recorded) -> TimedRow:
     public = case.public
-    ours = [time_text(figures.value_us), share_text(figures.gap), share_text(figures.bubble)]
-    theirs = [time_text(public.value_us), share_text(public.bubble(figures)), public.scheduler] if public else ["-"] * 3
+    ours = [Time(figures.value_us), share_text(figures.gap), share_text(figures.bubble)]
+    theirs = [Time(public.value_us), share_text(public.bubble(figures)), public.scheduler] if public else ["-"] * 3
     return [case.instance, *ours, *theirs, seconds_text(figures.seconds), f"{recorded.time_limit_s:g}"]
 
 
@@ -90,7 +90,7 @@ def _conditions(suite_name: str, records: Sequence[Recorded]) -> str:
     return (
         f"The runs in `instances/suites/{suite_name}.json`, recorded by `optpipe bench {suite_name} --record` with "
         f"{cores} cores, version {versions}; a run may have been replaced by a better one of another day or of more "
-        "time, as its last column says. Values are microseconds."
+        "time, as its last column says."
     )
 
 

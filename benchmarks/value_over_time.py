@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.markdown import conditions, seconds_text, table, time_text
+from benchmarks.markdown import Time, TimedRow, conditions, seconds_text, table
 from benchmarks.runs import run, warm_up
 from benchmarks.section import Section, Size, main
 from instances import INSTANCES, instance
@@ -81,19 +81,20 @@ def _runs(instances: Sequence[str], methods: Sequence[str], time_limit_s: float)
 
 
 def _table(runs: Sequence[Run], marks_s: Sequence[float]) -> str:
-    head = ["instance", "method", *(f"{mark:g} s" for mark in marks_s), "bound", "bubble", "proved in s", "best public"]
+    values = (f"at {mark:g} s" for mark in marks_s)
+    head = ["instance", "method", *values, "bound", "bubble", "proved in s", "best public"]
     return table(head, [_row(*entry, marks_s) for entry in runs], text_columns=2)
 
 
-def _row(case: Case, measured: MeasuredRun, marks_s: Sequence[float]) -> list[str]:
-    public = time_text(case.public.value_us) if case.public else "-"
+def _row(case: Case, measured: MeasuredRun, marks_s: Sequence[float]) -> TimedRow:
+    public = Time(case.public.value_us) if case.public else "-"
     points = [measured.at(mark) for mark in marks_s]
-    values = [time_text(point.value_us) if point else "-" for point in points]
+    values = [Time(point.value_us) if point else "-" for point in points]
     figures = measured.figures
     if figures is None:
         return [case.instance, case.method, *values, "-", "-", "-", public]
     proof = seconds_text(measured.proof_seconds)
-    cells = [time_text(figures.bound_us), share_text(figures.bubble), proof, public]
+    cells = (Time(figures.bound_us), share_text(figures.bubble), proof, public)
     return [case.instance, case.method, *values, *cells]
 
 

@@ -1,7 +1,9 @@
-"""Steps with a vocabulary layer on all devices: predicted from published passes, and what ours would take.
+"""Steps with a vocabulary layer on all devices: predicted from published passes, and what searches give.
 
-`python -m benchmarks.vocabulary vocabulary --size full` prints the table. The passes are those of 40 runs on 8 GPUs of
-Vocabulary Parallelism (arXiv 2411.05288), as its repository has them (`benchmarks/published/README.md`).
+`python -m benchmarks.vocabulary vocabulary --size full` prints the first table, `... spread-searches` and
+`... vocabulary-places` the others. The passes of the first are those of 40 runs on 8 GPUs of Vocabulary Parallelism
+(arXiv 2411.05288), as its repository has them (`benchmarks/published/README.md`). The last plans models of today with
+their output layer in the last stage, alone in it, and on all devices.
 """
 
 from __future__ import annotations
@@ -9,12 +11,20 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.markdown import machine, table
+from benchmarks.markdown import Time, TimedRow, machine, table
 from benchmarks.section import Section, Size, main, say
+from instances import uniform
+from optpipe.cluster.machine import Machine
+from optpipe.cluster.model import load_model
+from optpipe.cluster.software import software_of
 from optpipe.problem import Problem
+from solver.layout.cluster_plan import Solved, plan_cluster, rank_memory, solve_family
+from solver.layout.fitting import Job
+from solver.layout.strategies import Fixed, Rater
 from solver.limits import Limits
 from solver.solve import solve
 
@@ -23,6 +33,7 @@ COMMAND = f"python -m benchmarks.vocabulary {NAME}"
 RUNS = Path(__file__).parent / "published" / "vocabulary_runs.csv"
 MICROBATCHES = 128
 TIME_LIMIT_S: dict[Size, float] = {"quick": 5.0, "full": 20.0}
+PLAN_LIMIT_S: dict[Size, float] = {"quick": 5.0, "full": 40.0}
 
 METHODS = {"base": "1f1b", "redis": "1f1b", "vocab": "vocab-2", "synctwice": "vocab-1"}
 """Our name of the schedule of each method: the layer in the last stage, layers cut anew, Algorithms 2 and 1."""
@@ -98,14 +109,24 @@ def measure(size: Size, _: Path) -> str:
     chosen = [run for run in runs() if size == "full" or (run.vocabulary, run.sequence) == (256_000, 2048)]
     lines = []
     for run in chosen:
-        say(f"{run.vocabulary} words, {run.sequence} tokens, {LABELS[run.method]}")
+        say(f"vocabulary {run.vocabulary}, {run.sequence} tokens, {LABELS[run.method]}")
         predicted_ms = solve(run.problem(), METHODS[run.method]).value_us / 1000
         error = predicted_ms / run.step_ms - 1
         cells = [f"{run.vocabulary // 1000}k", str(run.sequence), LABELS[run.method], f"{run.step_ms:,.0f}"]
         cells += [f"{predicted_ms:,.0f}", f"{error:+.1%}"]
         cells += [*_ours(run, TIME_LIMIT_S[size])] if run.method == "vocab" else ["", "", ""]
         lines.append(cells)
-    header = ["words", "tokens", "layer", "measured ms", "predicted ms", "error", "ours, fused", "ours, split", "bound"]
+    header = [
+        "vocabulary",
+        "tokens",
+        "layer",
+        "measured ms",
+        "predicted ms",
+        "error",
+        "ours, fused",
+        "ours, split",
+        "bound",
+    ]
     notes = (
         "Measured and published: 8 A100, 32 layers, 128 microbatches. Predicted: the published times of each device's "
         "passes in `1f1b`, `vocab-2` and `vocab-1`, with no time for collectives, of which none is published. Ours: "
@@ -124,6 +145,110 @@ def _ours(run: Run, time_limit_s: float) -> Iterator[str]:
     yield f"{min(schedule.bound_us for schedule in schedules) / 1000:,.0f}"
 
 
+class Pipeline(NamedTuple):
+    """A model on H100 as one pipeline for each group of `devices`."""
+
+    model: str
+    gpus: int
+    devices: int
+    global_batch: int
+    sequence: int = 4096
+
+    def solved(self, place: str, time_limit_s: float) -> tuple[Job, Solved]:
+        """Cut and schedule it with its output layer in a place."""
+        job = Job(load_model(self.model), Machine.load("h100"), self.sequence, self.global_batch, software_of(""))
+        fixed: Fixed = {"pp": [self.devices], "tp": [1], "cp": [1], "microbatch_size": [1], "vocabulary": [place]}
+        # One family: its published schedules take no time, so that all of the limit is for the search.
+        rated = plan_cluster(job, self.gpus, fixed, Limits(0)).ratings[0]
+        found = solve_family(job, rated, fixed, Limits(time_limit_s, workers=2))
+        assert found is not None, "they fit"
+        return job, found
+
+
+PIPELINES = (
+    Pipeline("gemma-2-9b", 32, 16, 256),
+    Pipeline("gemma-2-27b", 16, 16, 128),
+    Pipeline("llama-3.1-8b", 16, 16, 128),
+    Pipeline("qwen3-8b", 8, 8, 64),
+)
+PLACES = {"last": "in the last stage", "own": "a stage of its own", "spread": "on all devices"}
+
+
+def measure_places(size: Size, _: Path) -> str:
+    """Plan each pipeline with its output layer in each place."""
+    lines = []
+    for pipeline in PIPELINES if size == "full" else PIPELINES[-1:]:
+        for place, label in PLACES.items():
+            say(f"{pipeline.model} on {pipeline.devices} devices, {label}")
+            job, found = pipeline.solved(place, PLAN_LIMIT_S[size])
+            layer = Rater(job, {}).output_layer(found.strategy)
+            assert layer is not None, "a pipeline has several devices"
+            ranks = rank_memory(job, found.strategy, found.schedule)
+            held = max(sum(kinds.values()) for kinds in ranks)
+            bound_s = found.judged.bound_us / 1e6 + found.added_s
+            cells = [pipeline.model, label, found.judged.candidate.placement, f"{pipeline.gpus}", f"{pipeline.devices}"]
+            cells += [f"{layer.layers:.1f}", f"{layer.most_layers:.1f}", f"{found.seconds:.3f}", f"{bound_s:.3f}"]
+            lines.append([*cells, f"{held / 2**30:.1f}"])
+    header = ["model", "output layer", "placement", "GPUs", "pp", "layer", "N / (p - 1)", "step s", "bound s"]
+    header.append("peak GiB")
+    notes = (
+        "Planned for H100 by the cost model, nothing was run. Layer: what the output layer takes, in layers of the "
+        "model; N / (p - 1) of them a cut evens out at most. Each place was cut and scheduled within "
+        f"{PLAN_LIMIT_S[size]:g} s. The bound is that of its best cut; the peak that of the fullest rank. With the "
+        "layer on all devices all others count as 7 to 9 % slower, as measured, and nothing is offloaded."
+    )
+    return f"{table(header, lines, 3)}\n\n{notes}\n\n{machine()}"
+
+
+SEARCHES = "spread-searches"
+SEARCH_S = 10.0
+"""Time limit of `auto` for each row."""
+
+
+def equal_stages(p: int, m: int, memory: str, *, splits: bool) -> Problem:
+    """F, B and W of 3 us, S of 2, T of 1, messages and collectives of 1; activations of 2 units, logits of 1.
+
+    `memory`: the activations of 1F1B on each device, one more for `vocab-2`, and the logits of one microbatch.
+    """
+    data = uniform(p, m, activation_bytes=2, backward_weight_bytes=1).to_data()
+    for stage in data["stages"]:
+        stage.update(forward_us=3, backward_input_us=3, backward_weight_us=3, split_backward=splits)
+    data["spread"] = [
+        {"name": "S", "us": [2] * p, "kept_bytes": [1] * p, "after": [{"op": "F", "stage": p - 1, "us": 1}]},
+        {"name": "T", "us": [1] * p, "frees": "S", "after": [{"pass": "S", "us": 1}]},
+    ]
+    data["gates"] = [{"op": "B", "stage": p - 1, "after": [{"pass": "S", "us": 1}]}]
+    if memory != "free":
+        data["devices"] = [{"memory_bytes": 2 * (p - d + (memory == "vocab-2")) + 1} for d in range(p)]
+    return Problem.from_data(data)
+
+
+def measure_searches(size: Size, _: Path) -> str:
+    """Compare list schedules, `auto` without annealing, and all of it for equal stages."""
+    lines: list[TimedRow] = []
+    sizes = product((4, 8, 16), (32, 128)) if size == "full" else [(4, 32)]
+    for (p, m), memory, splits in product(sizes, ("vocab-2", "1f1b", "free"), (False, True)):
+        say(f"{p} devices, {m} microbatches, memory {memory}, {'split' if splits else 'fused'}")
+        problem = equal_stages(p, m, memory, splits=splits)
+        found = [
+            solve(problem, "auto", Limits(SEARCH_S, workers=2, without=frozenset(without)))
+            for without in (("search", "windows", "cp-sat"), ("search",), ())
+        ]
+        value_us, bound_us = found[-1].value_us, max(one.bound_us for one in found)
+        above = (f"{one.value_us / bound_us - 1:.2%}" for one in found)
+        choices = (str(p), str(m), memory, "split" if splits else "fused")
+        lines.append([*choices, Time(value_us), Time(bound_us), *above])
+    header = ["devices", "microbatches", "memory", "backward", "value", "bound"]
+    header += ["lists", "without annealing", "auto"]
+    notes = (
+        "F, B and W of 3 us, S of 2, T of 1, messages and collectives of 1. An activation is 2 units of memory, logits "
+        "from S to T are 1. Memory of `1f1b`: its activations on each device and logits once; of `vocab-2` one "
+        "activation more. Lists, `auto` with windows and CP-SAT but without annealing, and all of `auto`: above the "
+        f"bound after {SEARCH_S:g} s on two cores."
+    )
+    return f"{table(header, lines, 4)}\n\n{notes}\n\n{machine()}"
+
+
 SECTIONS = [
     Section(
         NAME,
@@ -132,7 +257,21 @@ SECTIONS = [
         "would save.",
         COMMAND,
         measure,
-    )
+    ),
+    Section(
+        "vocabulary-places",
+        "Places of a large output layer",
+        "What plans take with the output layer in the last stage with layers, alone in it, and on all devices.",
+        "python -m benchmarks.vocabulary vocabulary-places",
+        measure_places,
+    ),
+    Section(
+        SEARCHES,
+        "Searches with spread passes",
+        "How far from the bound list schedules of problems with passes end, and what searches add.",
+        f"python -m benchmarks.vocabulary {SEARCHES}",
+        measure_searches,
+    ),
 ]
 
 

@@ -38,6 +38,9 @@ CHROME_TRACE = DocumentKind(
     "a Chrome trace, such as a profile of torch.profiler",
     "Maybe give the profiles of all ranks to 'optpipe trace'.",
 )
+GZIP = DocumentKind(
+    "a file packed by gzip", "Maybe unpack it; 'optpipe trace' reads packed profiles of torch.profiler as they are."
+)
 TORCH_CSV = DocumentKind(
     "a schedule CSV of torch",
     "Maybe use 'optpipe verify', 'compare' or 'plot', or write a document with 'optpipe export --to schedule' or "
@@ -68,6 +71,9 @@ MEGATRON_LAYOUT_TEXT = re.compile(r"(?=[^|]*E)[EtmL|,()*\d\s]+", re.ASCII)
 
 _HEAD_BYTES = 4096
 
+_GZIP_HEAD = "\x1f\ufffd"
+"""First bytes of a packed file as UTF-8 with replacements, which is also how a browser reads it as text."""
+
 
 def kind_of_data(data: Any) -> DocumentKind | None:
     """The kind of a JSON value, None where it is unknown."""
@@ -93,7 +99,10 @@ def _is_config(data: dict[str, Any]) -> bool:
 
 def kind_of_text(content: bytes) -> DocumentKind | None:
     """The kind of a file that is no JSON, by its first bytes; None where it is unknown."""
-    head = content[:_HEAD_BYTES].decode("utf-8", "replace").strip()
+    text = content[:_HEAD_BYTES].decode("utf-8", "replace")
+    if text.startswith(_GZIP_HEAD):
+        return GZIP
+    head = text.strip()
     if MEGATRON_LAYOUT_TEXT.fullmatch(head):
         return MEGATRON_LAYOUT
     cells = [cell.strip().strip('"') for line in head.splitlines()[:1] for cell in line.split(",")]

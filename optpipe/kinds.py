@@ -183,6 +183,9 @@ DUTIES = tuple(row.name for row in ROWS if not row.covers)
 OPTIONAL = ("O", "R", "C")
 """Duties of units in some activation modes alone."""
 
+TRAINING = tuple(duty for duty in DUTIES if duty not in OPTIONAL)
+"""Duties of every unit of a stage that is trained."""
+
 
 @cache
 def covering(*duties: str) -> tuple[str, ...]:
@@ -271,6 +274,9 @@ SEQUENCES = {duty: codes(row.name for row in ROWS if row.duties[0] == duty) for 
 
 DOERS = {duty: codes(covering(duty)) for duty in DUTIES}
 """Codes of the kinds that cover each duty."""
+
+GATED = {duty: SEQUENCES[duty] if duty in OPTIONAL else DOERS[duty] for duty in DUTIES}
+"""Codes of the kinds that gates of each duty delay. A recomputation inside a backward counts as that, not as C."""
 
 PRECEDENCES = tuple(_precedences())
 """Rules between the ops of one unit, in the order in which it goes through them, one op a leading duty."""

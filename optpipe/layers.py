@@ -7,6 +7,7 @@ writes the document, from measurements or from a table of sizes; `optpipe plan` 
 from __future__ import annotations
 
 from functools import cached_property
+from math import ceil, log2
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -14,6 +15,7 @@ from pydantic import Field, model_validator
 
 from optpipe.display import Displayed
 from optpipe.document import Document, read_document
+from optpipe.errors import InputError, Issue
 from optpipe.fields import Bytes, Count, TimeUs, reject
 from optpipe.problem import CopyChannels
 from optpipe.stage import Workspace
@@ -26,6 +28,10 @@ MAX_LAYERS = 2000
 
 ROUNDING = 1e-9
 """Share by which a sum of rounded times may exceed their whole."""
+
+SLOWED_FORWARD, SLOWED_BACKWARD = 1.09, 1.07
+"""Times of a layer where devices also run spread passes, over those without: of 32 layers on 8 A100, where collectives
+took a share of the device (Vocabulary Parallelism, 2411.05288, per-device times of its repository)."""
 
 Rate = Annotated[int | float, Field(gt=0, le=1e9)]
 """Bytes per microsecond, that is MB/s; at most 1e9 (1000 TB/s)."""
@@ -169,6 +175,25 @@ class HostCopies(Document):
     host_memory_bytes: Bytes | None = None
 
 
+class SpreadHead(Document):
+    """A head whose rows lie on all devices of a pipeline, behind the last layer (Vocabulary Parallelism, 2411.05288).
+
+    For each microbatch every device runs two spread passes, S of `logits_us` and T of `weights_us`, of which `fixed_us`
+    does not grow with it. What the last stage returns takes `broadcast_us` to the devices. Behind the last S it takes
+    `reduce_us` until T may begin, and with the gradient of it the last stage's backward (Algorithm 2). `kept_bytes` are
+    held from S to T, `parameter_bytes` throughout. All of this is for a pipeline of so many `devices`.
+    """
+
+    devices: Count
+    logits_us: TimeUs
+    weights_us: TimeUs
+    fixed_us: TimeUs = 0
+    broadcast_us: TimeUs = 0
+    reduce_us: TimeUs = 0
+    kept_bytes: Bytes = 0
+    parameter_bytes: Bytes = 0
+
+
 class ParallelSizes(Document):
     """Devices among which a layer is divided (`tensor`), and replicas of the whole pipeline (`data`)."""
 
@@ -182,6 +207,8 @@ class LayerProfile(Displayed, Document):
     `memory_bytes` is the whole memory of a device that the model may use, parameters included (None: no limit).
     Without `copies` nothing can be offloaded. `parallel`: the costs are those of one of so many devices a layer, and
     so many replicas of the pipeline share a step. `sequence` is the number of tokens in a sequence, if it is known.
+    `spread`: the head where its rows lie on all devices; None: it is one of the layers, the last. `output_layer_alone`:
+    there is nothing else in that one but a norm.
     """
 
     format: Literal["optpipe.layers/1"]
@@ -194,6 +221,8 @@ class LayerProfile(Displayed, Document):
     source: str = Field(default="", max_length=2000)
     sequence: Count | None = None
     parallel: ParallelSizes = ParallelSizes()
+    spread: SpreadHead | None = None
+    output_layer_alone: bool = True
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -206,6 +235,53 @@ class LayerProfile(Displayed, Document):
         if count > MAX_LAYERS:
             raise reject("too_many_layers", f"layers hold {count} with repeats, but at most {MAX_LAYERS} are cut")
         return self
+
+    def with_spread_head(self, devices: int) -> Self:
+        """The profile with the rows of its last layer on so many devices, by estimate: no passes were measured.
+
+        Each takes an equal share of the layer's times without its fixed part, of its activation without its input, and
+        of its parameters. Exchanges take the bytes of the input and the latencies of a tree. All other layers are
+        slower, by `SLOWED_FORWARD` and `SLOWED_BACKWARD`. Raises InputError for a profile of one layer, or whose last
+        layer holds others than the head.
+        """
+        *others, head = self.each_layer
+        if not others:
+            raise InputError([Issue("layers", "too_few", "is one layer, whose rows alone make no stages.")])
+        if not self.output_layer_alone:
+            detail = (
+                "is false: the last layer holds more than the output layer, so what its rows take is not known. Maybe "
+                "profile a model whose output layer is one of its layers, as those of transformers have it."
+            )
+            raise InputError([Issue("output_layer_alone", "not_alone", detail)])
+
+        def share_us(us: float) -> float:
+            fixed_us = min(head.fixed_us, us)
+            return fixed_us + (us - fixed_us) / devices
+
+        sent_bytes, link = others[-1].output_bytes, self.link
+        hops_us = ceil(log2(devices)) * link.latency_us
+        sent_us = sent_bytes / link.bytes_per_us if link.bytes_per_us else 0.0
+        spread = SpreadHead(
+            devices=devices,
+            logits_us=share_us(head.forward_us) + share_us(head.backward_input_us),
+            weights_us=share_us(head.backward_weight_us),
+            fixed_us=min(head.fixed_us, head.backward_weight_us),
+            broadcast_us=hops_us + sent_us,
+            reduce_us=3 * hops_us + sent_us,
+            kept_bytes=2 * sent_bytes + ceil(max(0, head.activation_bytes - sent_bytes) / devices),
+            parameter_bytes=ceil(head.parameter_bytes / devices),
+        )
+        last = self.layers[-1]
+        layers = [*self.layers[:-1], *([last.replaced(repeat=last.repeat - 1)] if last.repeat > 1 else [])]
+        slower = [
+            one.replaced(
+                forward_us=SLOWED_FORWARD * one.forward_us,
+                backward_input_us=SLOWED_BACKWARD * one.backward_input_us,
+                backward_weight_us=SLOWED_BACKWARD * one.backward_weight_us,
+            )
+            for one in layers
+        ]
+        return self.replaced(layers=slower, spread=spread)
 
     @cached_property
     def each_layer(self) -> tuple[Layer, ...]:

@@ -18,7 +18,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.trace import Trace
 from optpipe.trace.compare import compare
-from optpipe.units import bytes_text, count_text, percent_text, time_text, time_unit
+from optpipe.units import bytes_text, count_text, idle_text, percent_text, time_text, time_unit
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -88,12 +88,14 @@ def _trace_summary(trace: Trace) -> Summary:
         (comparison.basis, time_text(comparison.step_us)),
         ("compute took", f"{comparison.work_ratio:.3f} times the planned"),
     ]
-    head = ("device", "bubble, planned", f"bubble, {comparison.basis}", "peak", "peak, planned")
+    unit = time_unit(max(comparison.planned_step_us, comparison.step_us))
+    idle = "idle before + within + after"
+    head = ("device", f"{idle}, planned", comparison.basis, "peak", "peak, planned")
     rows = [
         (
             _device(trace.schedule.problem, d),
-            percent_text(figures.planned_bubble),
-            percent_text(figures.bubble),
+            idle_text(figures.planned_idle_us, unit),
+            idle_text(figures.idle_us, unit),
             bytes_text(device.peak_bytes),
             "-" if device.planned_peak_bytes is None else bytes_text(device.planned_peak_bytes),
         )

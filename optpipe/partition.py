@@ -10,7 +10,7 @@ from typing import Any
 
 from optpipe.errors import InputError, Issue
 from optpipe.fields import MAX_NAME
-from optpipe.layers import HostCopies, Layer, LayerProfile
+from optpipe.layers import HostCopies, Layer, LayerProfile, SpreadHead
 from optpipe.mode_names import (
     WITH_OFFLOAD,
     Recomputed,
@@ -51,7 +51,7 @@ class Batching:
     microbatches: int
 
 
-def scaled_us(layer: Layer, kind_us: float, scale: float) -> float:
+def scaled_us(layer: Layer | SpreadHead, kind_us: float, scale: float) -> float:
     """Time of a layer for a microbatch `scale` times the measured one: all but its fixed part is proportional."""
     fixed_us = min(layer.fixed_us, kind_us)
     return fixed_us + scale * (kind_us - fixed_us)
@@ -65,7 +65,7 @@ def work_us(layer: Layer, scale: float = 1.0) -> float:
 
 def parameter_bytes(profile: LayerProfile, layout: Partition) -> list[int]:
     """Parameter bytes on each device."""
-    held = [0] * layout.devices
+    held = [profile.spread.parameter_bytes if profile.spread else 0] * layout.devices
     for device, layers in zip(layout.placement, layout.cut(profile.each_layer), strict=True):
         held[device] += sum(layer.parameter_bytes for layer in layers)
     return held
@@ -75,9 +75,19 @@ _CUT = re.compile(r", cut (\d+(?:,\d+)*)$")
 _PREDICTED = re.compile(r", mtp(\d{1,3})(?=,|$)", re.ASCII)
 
 
-def name_with_cut(name: str, layout: Partition) -> str:
-    """Name of the problem of a model that is cut so; the name alone where it would be too long for a problem."""
-    full = f"{name}, cut {','.join(map(str, layout.sizes))}"
+def stage_sizes(profile: LayerProfile, layout: Partition) -> list[int]:
+    """Layers of each stage. A head whose rows lie on all devices counts in the last, where its module is."""
+    return [*layout.sizes[:-1], layout.sizes[-1] + (profile.spread is not None)]
+
+
+def name_with_cut(profile: LayerProfile, layout: Partition) -> str:
+    """Name of the problem of a model that is cut so."""
+    return name_with_sizes(profile.name, stage_sizes(profile, layout))
+
+
+def name_with_sizes(name: str, sizes: Sequence[int]) -> str:
+    """Name of the problem of a model with so many layers in its stages; its own where that is too long."""
+    full = f"{name}, cut {','.join(map(str, sizes))}"
     return full if name and len(full) <= MAX_NAME else name
 
 
@@ -88,7 +98,7 @@ def cut_in_name(name: str) -> str | None:
 
 
 def name_with_predicted(name: str, predicted: int) -> str:
-    """Name of the layers of a model with so many layers of multi-token prediction in its head."""
+    """Name of the layers of a model with so many layers of multi-token prediction in front of its head."""
     return f"{name}, mtp{predicted}" if predicted else name
 
 
@@ -115,7 +125,8 @@ def build_problem(
     A stage's times and activations are the sums over its layers, its workspace is the maximum over them. It may offload
     if `offload` is set, the profile has `copies`, and some of its layers can. `modes` names activation modes that
     recompute (`check_layer_modes`); a stage has those by which it saves memory. `slices` are the tokens of each slice
-    of a sequence (`slice_lengths`; none or one: whole), `factors` those of microbatches in a free order.
+    of a sequence (`slice_lengths`; none or one: whole), `factors` those of microbatches in a free order. Raises
+    InputError where the profile has a head on another number of devices.
     """
     budgets = [
         None if profile.memory_bytes is None else profile.memory_bytes - held
@@ -150,8 +161,10 @@ def build_problem(
     }
     if len(slices) > 1:
         data |= _in_slices(profile, stages, scale, slices, data)
-    elif overlaps := _overlaps(stages, layout.placement, scale, data["stages"]):
+    elif profile.spread is None and (overlaps := _overlaps(stages, layout.placement, scale, data["stages"])):
         data["overlaps"] = overlaps
+    if profile.spread is not None:
+        data |= _passes(profile.spread, layout, scale)
     if factors:
         data |= {"microbatch_factors": list(factors), "microbatch_order": "free"}
     if profile.copies:
@@ -160,6 +173,24 @@ def build_problem(
             "host_memory_bytes": profile.copies.host_memory_bytes,
         }
     return Problem.from_data(data)
+
+
+def _passes(head: SpreadHead, layout: Partition, scale: float) -> dict[str, Any]:
+    """Spread passes of a head whose rows lie on all devices, and the gate of the last stage's backward."""
+    count, last = layout.devices, len(layout.sizes) - 1
+    if count != head.devices:
+        detail = f"is {head.devices}, but the pipeline has {count}. Maybe --devices {head.devices}."
+        raise InputError([Issue("spread.devices", "other_devices", detail)])
+    behind = {"pass": "S", "us": scale * head.reduce_us}
+    logits_us, weights_us = ([scaled_us(head, us, scale)] * count for us in (head.logits_us, head.weights_us))
+    return {
+        "spread": [
+            {"name": "S", "us": logits_us, "kept_bytes": [_rounded_up(head.kept_bytes * scale)] * count}
+            | {"after": [{"op": "F", "stage": last, "us": scale * head.broadcast_us}]},
+            {"name": "T", "us": weights_us, "frees": "S", "after": [behind]},
+        ],
+        "gates": [{"op": "B", "stage": last, "after": [behind]}],
+    }
 
 
 def parts_us(layer: Layer, scale: float) -> tuple[list[float], list[float]]:

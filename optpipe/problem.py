@@ -105,7 +105,7 @@ class MicrobatchFactors(Document):
 
     @property
     def by_name(self) -> UnitFactors:
-        """The factor of each kind of time, of bytes and of transfers."""
+        """The factor of each kind of time, of spread passes, of bytes and of transfers."""
         given = (getattr(self, name) for name in UnitFactors._fields)
         return UnitFactors._make(exact(self.time if factor is None else factor) for factor in given)
 
@@ -326,7 +326,7 @@ class Problem(Displayed, Document):
         for s, stage in enumerate(self.stages):
             slices = self._slice_factors[s]
             most = [max(column) for column in zip(*slices, strict=True)]
-            forward, backward, weight, again, large, transfer = map(mul, most, largest)
+            forward, backward, weight, again, _, large, transfer = map(mul, most, largest)
             copies = [copy for copy in (stage.offload, *(mode.offload for mode in stage.modes)) if copy]
             work = stage.workspace_bytes
             sizes = [stage.activation_bytes, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW]
@@ -350,10 +350,9 @@ class Problem(Displayed, Document):
             if most_bytes > MAX_BYTES:
                 detail = f"stages[{s}] has {float(most_bytes):g} bytes with its largest factor"
                 raise reject("too_large", f"{detail} but at most {MAX_BYTES} are allowed. Maybe a factor is a size")
-        longest = max(exact(entry.time) for entry in own)
         for n, one in enumerate(self.spread or ()):
-            if max(one.us) * longest > MAX_TIME_US:
-                detail = f"spread[{n}] has a time of {float(max(one.us) * longest):g} us with its largest factor"
+            if max(one.us) * largest.time > MAX_TIME_US:
+                detail = f"spread[{n}] has a time of {float(max(one.us) * largest.time):g} us with its largest factor"
                 raise reject(
                     "too_large", f"{detail} but at most {MAX_TIME_US} us are allowed. Maybe a factor is a time"
                 )
@@ -382,8 +381,6 @@ class Problem(Displayed, Document):
         listed = self.microbatch_factors or ()
         if any(factor != 1 for entry in listed for factor in entry.by_name):
             return True
-        if self.spread and any(entry.time != 1 for entry in listed):
-            return True
         if self.slices is None:
             return False
         if self.slice_count > 1 and any(stage.slice_gradient_bytes for stage in self.stages):
@@ -398,6 +395,11 @@ class Problem(Displayed, Document):
     def has_free_order(self) -> bool:
         """True if microbatches that differ may run in any order, the same on all stages."""
         return self.microbatch_order == "free" and len({entry.by_name for entry in self.microbatch_factors or ()}) > 1
+
+    @property
+    def has_equal_microbatches(self) -> bool:
+        """True if microbatches are whole, and all have the costs that the stages state."""
+        return not self.has_factors and self.slice_count == 1
 
     def units_in_order(self, kind: str, microbatch_order: Sequence[int] | None = None) -> Ints:
         """Units in the order in which a stage runs its ops of `kind`, for an order of microbatches (None: as given).
@@ -453,7 +455,7 @@ class Problem(Displayed, Document):
             (*(self._slice_factors[s][q] for s in range(len(self.stages))), gradients and q == n - 1) for q in range(n)
         ]
         factors = self.microbatch_factors or [MicrobatchFactors()] * self.microbatches
-        entries = [(entry.by_name, exact(entry.time) if self.spread else 1) for entry in factors]
+        entries = [entry.by_name for entry in factors]
         numbers: dict[Any, int] = {}
         classes, firsts = np.empty(self.units, np.int64), []
         for unit in range(self.units):
@@ -465,9 +467,9 @@ class Problem(Displayed, Document):
         return classes, firsts
 
     def pass_factors(self, unit: int) -> UnitFactors:
-        """Factors of a microbatch's spread passes: all of their times are multiplied by its `time`."""
-        own = self.microbatch_factors[unit] if self.microbatch_factors else MicrobatchFactors()
-        return own.replaced(forward=None, backward_input=None, backward_weight=None, recompute=None).by_name
+        """Factors of spread passes, which are those of a unit's whole microbatch."""
+        own = self.microbatch_factors
+        return (own[unit // self.slice_count] if own else MicrobatchFactors()).by_name
 
     def unit_factors(self, stage: int, unit: int) -> UnitFactors:
         """The factors of a unit on a stage: those of its microbatch times those of its slice."""
@@ -480,7 +482,7 @@ class Problem(Displayed, Document):
         """Factors of each slice on each stage."""
 
         def of_slices(factors: SliceFactors) -> Sequence[UnitFactors]:
-            lists = [getattr(factors, name) or [1] * self.slice_count for name in UnitFactors._fields]
+            lists = [getattr(factors, name, None) or [1] * self.slice_count for name in UnitFactors._fields]
             return [UnitFactors(*map(exact, column)) for column in zip(*lists, strict=True)]
 
         common = of_slices(self.slices.factors if self.slices else SliceFactors())
@@ -559,7 +561,7 @@ class Problem(Displayed, Document):
     def work_us(self) -> Sequence[int | float]:
         """Total time of all compute ops of each device, spread passes included, without recomputation."""
         counts = np.bincount(self.unit_class).tolist()
-        passes = [float(self.pass_factors(unit).forward) for unit in self.class_units] if self.spread else counts
+        passes = [float(self.pass_factors(unit).time) for unit in self.class_units]
         return [
             sum(
                 count * sum(stage.duration_us("F") + stage.duration_us("BW") for stage in of_class)

@@ -27,6 +27,7 @@ from optpipe.kinds import (
     COPIES,
     DOERS,
     DUTIES,
+    GATED,
     HALVES,
     KIND,
     KINDS,
@@ -196,13 +197,10 @@ def _spans_in_order(
 
 
 def _parts_us(network: _Network) -> Floats:
-    """Parts of the durations of nodes by the factor that each is multiplied with: an array (factors, nodes).
-
-    Spread passes have the factor of forwards, which is that of all times where kinds have none of their own.
-    """
+    """Parts of the durations of nodes by the factor that each is multiplied with: an array (factors, nodes)."""
     parts = np.zeros((len(UnitFactors._fields), network.nodes))
     spread = np.flatnonzero(network.ops.spread)
-    parts[UnitFactors._fields.index("forward"), spread] = network.duration[spread]
+    parts[UnitFactors._fields.index("time"), spread] = network.duration[spread]
     for code, row in enumerate(ROWS):
         ops = np.flatnonzero(network.ops.kind == code)
         for name in row.times:
@@ -451,7 +449,8 @@ class _Network:
             for lag in one.after
         ]
         for (duty, s), lags in self.graph.gates.items():
-            after += [(lag, self._nodes_of(DOERS[duty])[[s]], self.graph.device[[s]]) for lag in lags]
+            if not self._there.isdisjoint(GATED[duty]):
+                after += [(lag, self._nodes_of(GATED[duty])[[s]], self.graph.device[[s]]) for lag in lags]
         for lag, nodes, homes in after:
             if lag.spread is not None:
                 first, delay = barriers[lag.spread], lag.us

@@ -15,15 +15,12 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from optpipe.document import UNION_TAG, Document
 from optpipe.fields import MAX_DEVICES, Bytes, Index, TimeUs, at_most, reject
-from optpipe.kinds import KIND, KINDS, PASSAGE
+from optpipe.kinds import KIND, KINDS, OPTIONAL, PASSAGE
 from optpipe.ops import MAX_PASS_NAME, PASS_NAME
 from optpipe.stage import Stage
 
 MAX_PASSES = 32
 """Most passes of a problem."""
-
-DUTIES: tuple[Literal["F", "B", "W"], ...] = ("F", "B", "W")
-"""Duties of a stage after which a pass may come: the op that covers one is meant."""
 
 
 class AfterOp(Document):
@@ -78,11 +75,18 @@ class SpreadPass(Document):
 
 
 class Gate(Document):
-    """A forward or backward of a stage that also starts after everything in `after`."""
+    """An op of a stage that also starts after everything in `after`, of every microbatch that has the op.
 
-    op: Literal["F", "B"]
+    B stands for BW, CB and CBW too, W for BW and CBW, C for a recomputation ahead of the backward alone.
+    """
+
+    op: Literal["F", "B", "W", "O", "R", "C"]
     stage: Index
     after: Annotated[list[After], at_most(1000)]
+
+    def duty(self, stages: Sequence[Stage]) -> str:
+        """The duty that is delayed: B where W is always one op with it."""
+        return self.op if self.op != "W" or stages[self.stage].split_backward else "B"
 
 
 class VocabularyPasses(NamedTuple):
@@ -98,20 +102,30 @@ class VocabularyPasses(NamedTuple):
     barriers: Literal[1, 2]
 
 
+def two_passes(passes: Sequence[SpreadPass], stages: Sequence[Stage]) -> tuple[SpreadPass, SpreadPass] | None:
+    """A pass that comes after F of the last stage, and one that comes after that pass; None where others are there."""
+    if len(passes) != 2:
+        return None
+    first, second = sorted(passes, key=lambda one: any(isinstance(after, AfterPass) for after in one.after))
+    behind = [(after.op, after.stage) for after in first.after if isinstance(after, AfterOp)]
+    follows = [after.pass_name for after in second.after if isinstance(after, AfterPass)]
+    return (first, second) if behind == [("F", len(stages) - 1)] and follows == [first.name] else None
+
+
 def vocabulary_passes(
     passes: Sequence[SpreadPass], gates: Sequence[Gate], stages: Sequence[Stage]
 ) -> VocabularyPasses | None:
     """Read passes and gates as those of a vocabulary layer that lies on all devices; None where they are others."""
     last = len(stages) - 1
-    if len(passes) != 2 or not all(us for one in passes for us in one.us):
+    ordered = two_passes(passes, stages)
+    if ordered is None or not all(us for one in passes for us in one.us):
         return None
-    logits, weights = sorted(passes, key=lambda one: any(isinstance(after, AfterPass) for after in one.after))
+    logits, weights = ordered
     gated = {one.pass_name for gate in gates for one in gate.after if isinstance(one, AfterPass)}
-    behind_last = [(one.op, one.stage) for one in logits.after if isinstance(one, AfterOp)] == [("F", last)]
-    alone = len(logits.after) == 1 and {logits.name} == {getattr(one, "pass_name", None) for one in weights.after}
+    alone = len(logits.after) == len(weights.after) == 1
     of_last = all((gate.op, gate.stage) == ("B", last) for gate in gates)
     from_passes = all(isinstance(one, AfterPass) for gate in gates for one in gate.after)
-    if not (behind_last and alone and of_last and from_passes and gated) or logits.frees:
+    if not (alone and of_last and from_passes and gated) or logits.frees:
         return None
     return VocabularyPasses(logits.name, weights.name, 2 if weights.name in gated else 1)
 
@@ -141,13 +155,12 @@ def check_spread(passes: Sequence[SpreadPass], gates: Sequence[Gate], stages: Se
             _check_op(where, after, stages)
     for n, gate in enumerate(gates):
         _check_op(f"gates[{n}]", gate, stages)
-    needs = _needs(passes, gates, stages)
     try:
-        TopologicalSorter(needs).prepare()
+        TopologicalSorter(_needs(passes, gates, stages, optional=True)).prepare()
     except CycleError as error:
         circle = " after ".join(reversed(error.args[1]))
         raise reject("circle", f"spread and gates wait in a circle: {circle}") from None
-    _check_frees(passes, seen, needs)
+    _check_frees(passes, seen, _needs(passes, gates, stages, optional=False))
 
 
 def _afters(passes: Sequence[SpreadPass], gates: Sequence[Gate]) -> Iterator[tuple[str, AfterOp | AfterPass]]:
@@ -165,20 +178,38 @@ def _check_op(where: str, named: AfterOp | Gate, stages: Sequence[Stage]) -> Non
         raise reject("no_backward", f"{where}.op is {named.op!r}, but stages[{named.stage}].backward is 'none'")
 
 
-def _needs(passes: Sequence[SpreadPass], gates: Sequence[Gate], stages: Sequence[Stage]) -> dict[str, set[str]]:
-    """Direct predecessors of each duty (``B2``) and pass (``S``) of a microbatch, by the rules of the model."""
-    needs: dict[str, set[str]] = {}
-    last = len(stages) - 1
-    for s in range(len(stages)):
-        for duty in (duty for duty in PASSAGE if duty in DUTIES):
-            of_stages = [(need.duty, s + need.stage) for need in KIND[duty].needs if not need.slice]
-            needs[f"{duty}{s}"] = {f"{other}{t}" for other, t in of_stages if other in DUTIES and 0 <= t <= last}
-    named = [(one.name, one.after) for one in passes] + [(f"{gate.op}{gate.stage}", gate.after) for gate in gates]
+def _needs(
+    passes: Sequence[SpreadPass], gates: Sequence[Gate], stages: Sequence[Stage], *, optional: bool
+) -> dict[str, set[str]]:
+    """Direct predecessors of each duty (``B2``) and pass (``S``) of a microbatch, by the rules of the model.
+
+    `optional`: also those of duties that only some microbatches of a stage have.
+    """
+    there = [
+        (duty, s)
+        for s, stage in enumerate(stages)
+        for duty in PASSAGE
+        if duty not in OPTIONAL or (optional and duty in _options(stage))
+    ]
+    names = [*(f"{duty}{s}" for duty, s in there), *(one.name for one in passes)]
+    needs: dict[str, set[str]] = {name: set() for name in names}
+    for duty, s in there:
+        befores = [f"{need.duty}{s + need.stage}" for need in KIND[duty].needs if not need.slice]
+        needs[f"{duty}{s}"].update(before for before in befores if before in needs)
+    named = [(one.name, one.after) for one in passes]
+    named += [(f"{gate.duty(stages)}{gate.stage}", gate.after) for gate in gates]
     for name, afters in named:
-        needs.setdefault(name, set()).update(
-            one.pass_name if isinstance(one, AfterPass) else f"{one.op}{one.stage}" for one in afters
-        )
+        if name in needs:
+            needs[name].update(
+                one.pass_name if isinstance(one, AfterPass) else f"{one.op}{one.stage}" for one in afters
+            )
     return needs
+
+
+def _options(stage: Stage) -> Set[str]:
+    """Duties that some microbatches of a stage may have and others not."""
+    leaves, again = (any(mode.offload for mode in stage.choices), any(mode.recomputes for mode in stage.choices))
+    return {*("O", "R") * leaves, *("C",) * again}
 
 
 def _check_frees(passes: Sequence[SpreadPass], numbers: Mapping[str, int], needs: Mapping[str, Set[str]]) -> None:

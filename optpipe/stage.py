@@ -103,12 +103,13 @@ class SliceFactors(Document):
 
 
 class UnitFactors(NamedTuple):
-    """Factors of the costs of one unit on a stage."""
+    """Factors of the costs of one unit on a stage. `time` is that of spread passes."""
 
     forward: Fraction
     backward_input: Fraction
     backward_weight: Fraction
     recompute: Fraction
+    time: Fraction
     bytes: Fraction
     transfer: Fraction
 

@@ -22,13 +22,13 @@ from optpipe.kinds import (
     CODE,
     COPIES,
     DOERS,
-    DUTIES,
     HALVES,
     KIND,
     KINDS,
-    OPTIONAL,
     PASSAGE,
     ROWS,
+    TRAINING,
+    Kind,
     SizeName,
     TimeName,
     codes,
@@ -86,10 +86,10 @@ class TaskGraph:
     Options are numbered as a stage's `choices`, of which it has `options`; `whole_option` is that of a unit that is
     offloaded whole, 0 where there is none. `splits`: stages whose backward may be two ops. `unit_class`: of each unit.
     `stages` and their modes, of shape (stages, options, classes), have the costs that ops are made of. `delays_us`:
-    transfers of each unit by direction, of shape (boundaries, units).
+    transfers of each unit by direction, of shape (boundaries, units). `channels`: devices and kinds of copy of each.
 
     `passes`: the spread passes, whose types come behind those of stages, numbered by pass, device and class. `gates`:
-    for a duty on a stage, what the op that covers it waits for besides.
+    for a duty on a stage, what its ops of the kinds that are `GATED` wait for besides.
     """
 
     device: Ints
@@ -99,6 +99,7 @@ class TaskGraph:
     unit_class: Ints
     stages: Sequence[Sequence[Sequence[tuple[Stage, Mode]]]]
     delays_us: Mapping[str, Floats]
+    channels: Sequence[tuple[Sequence[int], Sequence[str]]]
     passes: Sequence[SpreadTask] = ()
     gates: Mapping[tuple[str, int], Sequence[Lag]] = field(default_factory=dict)
 
@@ -190,6 +191,10 @@ class TaskGraph:
         _, stages, options, classes = self.shape
         return ((CODE[kind] * stages + stage) * options + option) * classes + int(self.unit_class[unit])
 
+    def kind_with(self, duty: str, stage: int) -> Kind:
+        """The first kind of op that may do a duty on a stage: where backwards are in one piece, that which is whole."""
+        return next(row for row in ROWS if duty in row.duties and (self.splits[stage] or row.name not in HALVES))
+
     def has(self, kind: str, stage: int, option: int) -> bool:
         """True if a unit in an option may have an op of a kind there."""
         if kind in HALVES and not self.splits[stage]:
@@ -219,7 +224,7 @@ class TaskGraph:
     @cached_property
     def trained(self) -> Bools:
         """True for each stage on which every unit does F, B and W, for which closed-form bounds and cuts are proved."""
-        trained: Bools = np.all([self.duties[duty].all(axis=1) for duty in DUTIES if duty not in OPTIONAL], axis=0)
+        trained: Bools = np.all([self.duties[duty].all(axis=1) for duty in TRAINING], axis=0)
         return trained
 
     @cached_property
@@ -267,6 +272,7 @@ def lower(problem: Problem) -> TaskGraph:
 def _lowered(problem: Problem) -> TaskGraph:
     stages, of_classes = problem.stages, problem.unit_stages
     options = np.array([len(stage.choices) for stage in stages])
+    served = [(kind,) for kind in COPIES] if problem.copy_channels.duplex else [COPIES]
     return TaskGraph(
         device=np.array([stage.device for stage in stages]),
         options=options,
@@ -278,6 +284,7 @@ def _lowered(problem: Problem) -> TaskGraph:
             for classes in of_classes
         ],
         delays_us=problem.unit_delays_us,
+        channels=[(group, kinds) for group in problem.channel_groups for kinds in served],
         passes=[_spread_task(problem, one) for one in problem.spread or ()],
         gates=_gates(problem),
     )
@@ -286,7 +293,7 @@ def _lowered(problem: Problem) -> TaskGraph:
 def _spread_task(problem: Problem, one: SpreadPass) -> SpreadTask:
     devices, passes = range(len(problem.devices)), problem.spread or ()
     factors = [problem.pass_factors(unit) for unit in problem.class_units]
-    durations_us = [[scaled_us(one.us[d], own.forward) if one.us[d] else np.nan for own in factors] for d in devices]
+    durations_us = [[scaled_us(one.us[d], own.time) if one.us[d] else np.nan for own in factors] for d in devices]
     kept, workspace = (
         np.array([[scaled_bytes(size(d), own.bytes) for own in factors] for d in devices], np.int64)
         for size in (one.kept, one.workspace)
@@ -299,7 +306,7 @@ def _spread_task(problem: Problem, one: SpreadPass) -> SpreadTask:
 def _gates(problem: Problem) -> dict[tuple[str, int], list[Lag]]:
     gates: dict[tuple[str, int], list[Lag]] = {}
     for gate in problem.gates or ():
-        gates.setdefault((gate.op, gate.stage), []).extend(_lags(problem, gate.after))
+        gates.setdefault((gate.duty(problem.stages), gate.stage), []).extend(_lags(problem, gate.after))
     return gates
 
 

@@ -48,12 +48,13 @@ def change_text(value: float, other: float) -> str:
 
 def difference_text(time_us: float, unit: Unit | None = None) -> str:
     """A difference of times, with its sign."""
-    return f"{'+' if time_us > 0 else ''}{time_text(time_us, unit)}"
+    text = time_text(time_us, unit)
+    return text if time_us <= 0 or text.startswith("0 ") else f"+{text}"
 
 
 def memory_unit(size_bytes: float) -> Unit:
     """Largest unit of which `size_bytes` is at least one."""
-    return _fitting(MEMORY_UNITS, size_bytes)
+    return _fitting(MEMORY_UNITS, abs(size_bytes))
 
 
 def bytes_text(size_bytes: float, unit: Unit | None = None) -> str:
@@ -63,10 +64,10 @@ def bytes_text(size_bytes: float, unit: Unit | None = None) -> str:
 
 
 def idle_text(idle_us: Sequence[float], unit: Unit) -> str:
-    """Idle times of a device before, within and after its ops, with two decimals at most: ``idle 20 + 4 + 0 ms``."""
+    """Idle times of a device before, within and after its ops, with two decimals at most: ``20 + 4 + 0 ms``."""
     times = [us / unit.size for us in idle_us]
     texts = [f"{time:,.0f}" if time >= 100 else f"{round(time, 1 if time >= 10 else 2):g}" for time in times]
-    return f"idle {' + '.join(texts)} {unit.name}"
+    return f"{' + '.join(texts)} {unit.name}"
 
 
 def budget_text(used_bytes: float, budget_bytes: int | None) -> str:
@@ -98,5 +99,5 @@ def _fitting(units: Sequence[Unit], amount: float) -> Unit:
 def _rounded(value: float, digits: int) -> str:
     if not value or math.isinf(value):
         return f"{value:z.0f}"
-    whole_digits = math.floor(math.log10(abs(value))) + 1
-    return f"{value:z,.{max(0, digits - max(1, whole_digits))}f}"
+    decimals = max(0, digits - max(1, math.floor(math.log10(abs(value))) + 1))
+    return f"{value:z,.{decimals}f}" if round(value, decimals) else "0"

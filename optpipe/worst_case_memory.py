@@ -13,6 +13,10 @@ is a constant, whatever the durations. C, CB and CBW run on the compute stream, 
 the closed sets are three prefixes as before, with the weights of these ops among those of the compute stream, of which
 every prefix is tried. Reloads still only take memory and offloads only free it, of whatever size their modes say.
 
+A gate of a copy is a rule as well: an O or R comes after what its gate names on its own device, ops of a pass there
+included. What other devices do before a barrier might forbid more closed sets. That is left aside, so the peak is an
+upper bound where gates delay copies.
+
 The verifier depends on this module, so it shares no code with the simulator or the solvers.
 """
 
@@ -31,7 +35,7 @@ from optpipe.errors import DeadlockError
 from optpipe.kinds import KINDS
 from optpipe.ops import Op, OpArray, WaitArray
 from optpipe.problem import Problem
-from optpipe.spread import SpreadPass
+from optpipe.spread import AfterOp, SpreadPass
 from optpipe.stage import Stage
 
 Ints = NDArray[np.int64]
@@ -275,6 +279,9 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits, joined:
         after = np.flatnonzero(ops.kind == KINDS.index(kind))
         for before in earlier:
             edges += pairs(after, key[after] + (KINDS.index(before) - KINDS.index(kind)) * stages * units)
+    for copy, stage, awaited, place in _before_gated_copies(problem, ops.passes):
+        after = np.flatnonzero((ops.kind == copy) & (ops.stage == stage))
+        edges += pairs(after, (awaited * stages + place) * units + ops.microbatch[after])
     if waits:
         if not isinstance(waits, WaitArray):
             waits = WaitArray.of({op: waits[op] for op in ops if op in waits})
@@ -282,9 +289,11 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits, joined:
         chosen = np.isin(waits.op.stage, np.unique(ops.stage)) & (waits.op.microbatch < units)
         chosen &= (waits.before.stage < stages) & (waits.before.microbatch < units)
         here = np.flatnonzero(chosen)
-        op_key, before_key = (
+        op_key, before_key = (  # spread passes have the numbers of `ops`
             (column.kind * stages + column.stage) * units + column.microbatch
-            for column in (waits.op[here], waits.before[here])
+            for column in (
+                one[here].numbered([*dict.fromkeys(ops.passes + one.passes)]) for one in (waits.op, waits.before)
+            )
         )
         for wait, op in pairs(np.arange(len(op_key)), op_key):
             edges += pairs(op, before_key[wait])
@@ -297,6 +306,20 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits, joined:
     index = source[by_target] - (np.cumsum(lengths) - lengths)[stream]
     return first, stream, 2 * index + 2
 
+
+def _before_gated_copies(problem: Problem, passes: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+    """The kind and stage of each copy that gates delay, and of an op that it comes after; of a pass the own device."""
+    for gate in problem.gates or ():
+        for after in gate.after if gate.op in ("O", "R") else ():
+            copy = KINDS.index(gate.op), gate.stage
+            if isinstance(after, AfterOp):
+                yield from ((*copy, KINDS.index(kind), after.stage) for kind in KINDS if after.op in _DONE_BY[kind])
+            elif after.pass_name in passes:
+                yield *copy, len(KINDS) + passes.index(after.pass_name), problem.stages[gate.stage].device
+
+
+_DONE_BY = dict.fromkeys(KINDS, "") | {"F": "F", "B": "B", "W": "W", "BW": "BW", "CB": "B", "CBW": "BW"}
+"""Duties that `after` of a gate may name, for each kind that covers them."""
 
 _EARLIER = {
     **dict.fromkeys(("B", "BW", "CB", "CBW"), ("F", "R", "C")),

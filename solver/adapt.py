@@ -68,7 +68,7 @@ def adapt_orders(
     plan_s = PLAN_S_PER_OP * count_ops(problem)
     if others is None and microbatches == problem.microbatches:
         return orders if _value_us(problem, orders) is not None else None
-    if problem.has_factors or problem.slice_count > 1:  # then a steady state is not the same for every unit
+    if not problem.has_equal_microbatches:  # then a steady state is not the same for every unit
         return None
     source = problem.with_microbatches(microbatches)
     if microbatches != problem.microbatches and plan_s > allowed_s:

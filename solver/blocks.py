@@ -1,8 +1,8 @@
 """Searches for problems with blocks of a forward and a backward (`Problem.overlaps`).
 
-Of all searches annealing alone knows blocks. First come `dualpipe-v` and interleaved 1F1B. Then two searches find
-orders of ops apart: of the relaxation in which every op is as short as in its best block, with backwards in one piece,
-and of the ops as they are. Neighbours in what they find are joined. Annealing begins with the best.
+First come `dualpipe-v` and interleaved 1F1B. Then two searches find orders of ops apart: of the relaxation in which
+every op is as short as in its best block, with backwards in one piece, and of the ops as they are. Neighbours in what
+they find are joined. The searches that know blocks, annealing and CP-SAT, begin with the best.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from optpipe.simulate import simulate
 from solver.bounds.blocks import block_relaxation, without_blocks
 from solver.build import within_budgets
 from solver.limits import Limits
-from solver.published.dualpipe_v import dualpipe_v
-from solver.published.interleaved import interleaved_1f1b
+from solver.methods import METHODS, refuse_unsupported
 from solver.scale import costs_have_codes
 from solver.searches import SEARCHES
 from solver.solution import OnProgress, Progress, Solution
@@ -28,16 +27,21 @@ from solver.strategy import SharedIncumbent, TimeSlice, run_subsolvers
 MOST_OPS = 200_000
 """Ops that are timed to join neighbours: some tenths of a second of a core."""
 
-PUBLISHED = (("dualpipe-v", dualpipe_v), ("interleaved-1f1b", interleaved_1f1b))
-"""Published schedules with blocks; they know no spread passes."""
+PUBLISHED = ("dualpipe-v", "interleaved-1f1b")
+"""Published schedules with blocks."""
 
 SHARES = (0.1, 0.1)
 """Shares of the time left for the search of the relaxation, and of what is left then for that of the ops apart."""
 
 SHARES_IN_LITTLE_MEMORY = (0.0, 0.85)
-"""The same where nothing published and no start keeps the budgets: few blocks gain anything there."""
+"""The same where nothing published and no start keeps the budgets: there annealing gains little by blocks."""
 
-SHARES_WITHOUT_ANNEALING = (0.4, 1.0)
+SHARES_WITHOUT_BLOCKS = (0.4, 1.0)
+"""The same where no search asked for knows blocks."""
+
+MOST_PAIRS = {"auto": 4000, "cp-sat": 50_000}
+"""Pairs that may be a block up to which a method models all of them: each is a literal, and their number grows with
+microbatches squared."""
 
 Search = Callable[[Problem, Limits, OnProgress, Sequence[Orders]], Solution]
 """Search of a problem without blocks, from orders to begin with."""
@@ -49,18 +53,19 @@ def search_with_blocks(
     on_progress: OnProgress | None,
     starts: Sequence[Orders],
     search: Search,
-    *,
-    anneals: bool,
+    method: str,
 ) -> Solution:
-    """The best of both searches, with blocks, and of annealing if it is asked for and can join.
+    """The best of both searches, with blocks, and of those that know blocks, as far as the method has them.
 
     Raises what the first two raise where nothing was found.
     """
     shared = SharedIncumbent(problem, limits, on_progress)
     begun = []
-    for name, make in () if problem.spread or problem.gates else PUBLISHED:
+    for published in map(METHODS.__getitem__, PUBLISHED):
+        assert published.orders is not None
         with suppress(MethodError):
-            begun.append((make(problem), name))
+            refuse_unsupported(published, problem)
+            begun.append((published.orders(problem), published.name))
     begun += [(orders, "neighbour") for orders in starts]
     for orders, name in begun:
         _offer(shared, orders, name)
@@ -72,14 +77,9 @@ def search_with_blocks(
     apart_starts = [replace(orders, blocks={}) for orders, _ in begun]
     relaxed, apart = block_relaxation(problem), without_blocks(problem)
     whole = relaxed.replaced(stages=[stage.replaced(split_backward=False) for stage in relaxed.stages])
-    anneals = (
-        anneals
-        and not (problem.has_modes or problem.spread or problem.gates)
-        and costs_have_codes(problem)
-        and "search" not in limits.without
-    )
-    shares = SHARES if anneals else SHARES_WITHOUT_ANNEALING
-    if anneals and shared.best.orders is None:
+    knowing = [name for name in _knowing_blocks(problem, method) if name not in limits.without]
+    shares = SHARES if knowing else SHARES_WITHOUT_BLOCKS
+    if knowing == ["search"] and shared.best.orders is None:
         shares = SHARES_IN_LITTLE_MEMORY
     failure: InfeasibleError | MethodError | NoSolutionError | None = None
     with limits.cancel.calling(shared.stop.request):
@@ -94,13 +94,28 @@ def search_with_blocks(
                 continue
             if solution.orders is not None:
                 _offer(shared, solution.orders, solution.method)
-        if anneals and shared.best.orders is not None and not shared.stop.requested:
+        if knowing and shared.best.orders is not None and not shared.stop.requested:
             share = 1.0 if limits.deterministic_limit is None else 1 - sum(shares)
-            annealing = TimeSlice("search", SEARCHES["search"], share, limits.workers, once=True)
-            run_subsolvers(problem, shared, [[annealing]])
+            run_subsolvers(problem, shared, _in_turn(knowing, share, limits.workers))
     if shared.best.orders is None:
         raise failure or NoSolutionError("nothing within the budgets was found. Maybe allow more time (--time-limit).")
     return shared.best
+
+
+def _knowing_blocks(problem: Problem, method: str) -> list[str]:
+    """Names of the searches of a method that know blocks, where the problem has nothing that they do not know."""
+    anneals = costs_have_codes(problem) and not (problem.has_modes or problem.spread or problem.gates)
+    models = len(problem.block_us) * problem.units**2 <= MOST_PAIRS.get(method, 0)
+    return [name for name, can in (("search", anneals), ("cp-sat", models)) if can and method in ("auto", name)]
+
+
+def _in_turn(names: Sequence[str], share: float, workers: int) -> list[list[TimeSlice]]:
+    """These searches on so many cores: in turn on one, at the same time on more."""
+    if len(names) == 1 or workers > 1:
+        cores = [workers] if len(names) == 1 else [1, workers - 1]
+        slices = zip(names, cores, strict=True)
+        return [[TimeSlice(name, SEARCHES[name], share, of_search, once=True)] for name, of_search in slices]
+    return [[TimeSlice(name, SEARCHES[name], share / len(names)) for name in names]]
 
 
 def _offer(shared: SharedIncumbent, orders: Orders, method: str, *, joins: bool = True) -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import VerificationError
-from optpipe.kinds import KINDS, PASSAGE, ROWS, STREAMS
+from optpipe.kinds import PASSAGE, ROWS, STREAMS
 from optpipe.memory import Times, derive_waits
-from optpipe.ops import DeviceOrders, OpArray, Orders, WaitArray
+from optpipe.ops import DeviceOrders, OpArray, Orders
 from optpipe.problem import Problem
-from optpipe.schedule import PlannedOps, Schedule, named_modes, named_partners, relative_gap, shared_channels
+from optpipe.schedule import Schedule, shared_channels
 from optpipe.simulate import Simulation, simulate
 from optpipe.task_graph import lower
+from optpipe.timed import peak_any_timing_bytes, timed_schedule
 from optpipe.verify import verify
-from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.scale import MAX_STEPS, value_step_us
 
 RELATIVE_TOLERANCE = 1e-9
@@ -30,25 +29,8 @@ def build_schedule(problem: Problem, orders: Orders, bound_us: float, method: st
     Raises VerificationError if any rule or budget is broken, or the bound exceeds the value: a bug of the caller.
     """
     simulation = simulate(problem, orders)
-    waits = _named_waits(simulation, orders)
-    value = simulation.value_us
-    bound = snapped_bound(value, bound_us, value_step_us(problem))
-    gap = relative_gap(value, bound)
-    schedule = Schedule.from_data(
-        {
-            "format": "optpipe.schedule/1",
-            "problem": problem,
-            "status": "optimal" if gap == 0 else "feasible",
-            "objective": problem.objective,
-            "value_us": value,
-            "bound_us": bound,
-            "gap": gap,
-            "method": method,
-            "solve_seconds": round(seconds, 3),
-            **_stated_order(problem, orders),
-            "devices": [_device(orders, simulation, waits, value, d) for d in range(len(problem.devices))],
-        }
-    )
+    bound_us = snapped_bound(simulation.value_us, bound_us, value_step_us(problem))
+    schedule = timed_schedule(orders, simulation, method, bound_us, seconds)
     verdict = verify(schedule)
     if not verdict.ok:
         broken = "; ".join(str(violation) for violation in verdict.violations[:5])
@@ -67,75 +49,12 @@ def snapped_bound(value_us: float, bound_us: float, step_us: float = float("inf"
     return value_us if -below_us <= bound_us - value_us <= rounding_us else float(bound_us)
 
 
-def _stated_order(problem: Problem, orders: Orders) -> dict[str, Any]:
-    """The field `microbatch_order` of a schedule, where the problem leaves it free."""
-    if problem.microbatch_order == "given":
-        return {}
-    return {"microbatch_order": list(orders.microbatch_order or range(problem.microbatches))}
-
-
-NamedWaits = tuple[NDArray[np.int64], Sequence[str]]
-"""Index in a simulation of each op that waits, in ascending order, and the name of the op it waits for."""
-
-
-def _named_waits(simulation: Simulation, orders: Orders) -> NamedWaits:
-    waits, ops = WaitArray.of(orders.waits), simulation.ops
-    places = int(max(ops.stage.max(initial=0), waits.op.stage.max(initial=0))) + 1
-    at = np.zeros((len(KINDS) + len(ops.passes), places, simulation.problem.units), np.int64)
-    at[ops.kind, ops.stage, ops.microbatch] = np.arange(len(ops))
-    index = at[waits.op.kind, waits.op.stage, waits.op.microbatch]
-    order = np.argsort(index, kind="stable")
-    return index[order], waits.before[order].names.split()
-
-
-def _device(orders: Orders, simulation: Simulation, waits: NamedWaits, value_us: float, d: int) -> dict[str, Any]:
-    device, graph = orders.devices[d], lower(simulation.problem)
-    first = simulation.device_slice(d).start
-    plan: dict[str, Any] = {}
-    for name, stream in zip(STREAMS, device.streams(), strict=True):
-        plan[name] = _planned(waits, simulation, orders, slice(first, first + len(stream)))
-        first += len(stream)
-    # The problem's own durations, which ends minus starts give only up to rounding.
-    ops = plan["compute"].ops
-    durations_us = graph.duration_us[graph.types(ops, orders.modes)].tolist()
-    for k, op in enumerate(ops) if orders.blocks else ():
-        if op in orders.blocks:
-            time_us = simulation.problem.block_of_units_us(op, orders.blocks[op])
-            durations_us[k : k + 2] = time_us, 0.0
-    busy = float(sum(durations_us))
-    plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
-    peak = _peak_bytes(simulation.problem, device, orders)
-    plan["peak_bytes_any_timing"] = peak
-    plan["busy_us"] = busy
-    plan["bubble"] = 1 - busy / value_us if value_us else 0.0
-    return plan
-
-
-def _peak_bytes(problem: Problem, device: DeviceOrders, orders: Orders) -> int:
-    """Peak of a device under any timing."""
-    streams = device.compute, device.offload, device.reload
-    return worst_case_peak_bytes(problem, streams, orders.waits, orders.modes, orders.blocks)
-
-
-def _planned(waits: NamedWaits, simulation: Simulation, orders: Orders, where: slice) -> PlannedOps:
-    """The ops at these places of a simulation."""
-    waiting, names = waits
-    first, last = np.searchsorted(waiting, (where.start, where.stop)).tolist()
-    named: dict[int, list[str]] = {}
-    for k, name in zip((waiting[first:last] - where.start).tolist(), names[first:last], strict=True):
-        named.setdefault(k, []).append(name)
-    ops = simulation.ops[where]
-    modes = named_modes(simulation.problem, simulation.modes, ops)
-    starts, ends = (times[where].tolist() for times in (simulation.start_us, simulation.end_us))
-    return PlannedOps(ops, starts, ends, named, modes=modes, partners=named_partners(orders, ops))
-
-
 def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:
     """The devices whose any-timing peak exceeds the budget, as (device, peak_bytes, budget_bytes)."""
     over = []
     for d, (device, entry) in enumerate(zip(orders.devices, problem.devices, strict=True)):
         if entry.memory_bytes is not None:
-            peak = _peak_bytes(problem, device, orders)
+            peak = peak_any_timing_bytes(problem, device, orders)
             if peak > entry.memory_bytes:
                 over.append((d, peak, entry.memory_bytes))
     return over
@@ -154,7 +73,7 @@ def within_budgets(problem: Problem, orders: Orders, simulation: Simulation) -> 
 
 def peak_budgets(problem: Problem, orders: Orders) -> list[int]:
     """The smallest budget of each device with which these orders would be allowed, under any timing."""
-    return [_peak_bytes(problem, device, orders) for device in orders.devices]
+    return [peak_any_timing_bytes(problem, device, orders) for device in orders.devices]
 
 
 def orders_from_times(
@@ -190,7 +109,7 @@ def _in_order(problem: Problem, planned: Times, microbatch_order: Sequence[int] 
     passes = range(len(problem.pass_names))
     rank = np.array([*(PASSAGE.index(row.duties[0]) for row in ROWS), *(len(PASSAGE) + n for n in passes)])[ops.kind]
     ahead = np.array([*(row.ascends for row in ROWS), *(True for _ in passes)])[ops.kind]
-    way = np.where(ahead, ops.stage, -ops.stage)
+    depth = np.where(ahead, ops.stage, -ops.stage)
     forward, backward = (np.argsort(problem.units_in_order(kind, microbatch_order)) for kind in "FB")
     place = np.where(ahead, forward[ops.microbatch], backward[ops.microbatch])
-    return ops[np.lexsort((place, way, rank, end, start))]
+    return ops[np.lexsort((place, depth, rank, end, start))]

@@ -1,6 +1,6 @@
 """One variant for each stage: a problem with activation modes as problems without, and their orders as orders of it.
 
-Where all microbatches of a stage are held in the same way, recomputation is a longer backward with a workspace, and the
+Where all microbatches of a stage are held alike, recomputation is a longer backward with a workspace, and the
 rest a smaller activation. So whatever makes or improves schedules without modes serves problems with them: published
 schedules and list schedules for a choice of variants. What is chosen for every microbatch by itself is for searches.
 """
@@ -11,17 +11,16 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numba import njit
 
-from optpipe.errors import DeadlockError, InputError
+from optpipe.errors import DeadlockError
 from optpipe.kinds import CODE, COPIES, KINDS, PLAIN_BACKWARD, RECOMPUTATIONS, codes
 from optpipe.ops import Bools, DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from optpipe.stage import Stage
+from optpipe.stage import Mode, Offload, Stage
 from optpipe.task_graph import lower
 from solver.build import within_budgets
 from solver.scale import count_ops
@@ -49,24 +48,10 @@ class ByStage:
         """The problem without modes; each copy of a variant is optional in it, as `offload` is."""
         return self.plain_at([1.0] * len(self.chosen))
 
-    @property
-    def is_possible(self) -> bool:
-        """True if the plain problem keeps the limits of fields."""
-        try:
-            return bool(self.plain)
-        except InputError:
-            return False
-
     def plain_at(self, shares: Sequence[float]) -> Problem:
         """The plain problem with backwards that take a share of their recomputation, by stage: its time on average."""
-        data = self.problem.to_data()
-        data["stages"] = [
-            _plain_stage(entry, stage, variant, share)
-            for entry, stage, variant, share in zip(
-                data["stages"], self.problem.stages, self.chosen, shares, strict=True
-            )
-        ]
-        return Problem.from_data(data)
+        stages = zip(self.problem.stages, self.chosen, shares, strict=True)
+        return self.problem.replaced(stages=[_plain_stage(*entry) for entry in stages])
 
     def with_modes(self, orders: Orders, recomputed: Bools | None = None) -> Orders | None:
         """Orders of the plain problem as orders of the problem; None where no mode does without a copy as they do.
@@ -132,75 +117,63 @@ def _end(ops: OpArray, inside: Bools) -> OpArray:
     return OpArray(np.where(again, _INSIDE[ops.kind], ops.kind), ops.stage, ops.microbatch)
 
 
-def _plain_stage(entry: dict[str, Any], stage: Stage, variant: Variant, share: float) -> dict[str, Any]:
+def _plain_stage(stage: Stage, variant: Variant, share: float) -> Stage:
     mode, work = variant.mode, stage.workspace_bytes
-    plain = {name: value for name, value in entry.items() if name != "modes"}
     if not mode.recomputes:
-        if variant.choice:
-            plain["offload"] = mode.offload and mode.offload.to_data()
-        return plain
-    beside = variant.backward_bytes - mode.kept_bytes
+        return stage.replaced(modes=[], offload=mode.offload if variant.choice else stage.offload)
+    segment = variant.backward_bytes - mode.kept_bytes
     made = 0 if variant.inside else mode.workspace_bytes
-    return plain | {
-        "activation_bytes": mode.kept_bytes,
-        "backward_input_us": stage.backward_input_us + (mode.recompute_us if share == 1 else share * mode.recompute_us),
-        "workspace_bytes": {
-            "F": work.F + mode.forward_workspace_bytes,
-            "B": beside + max(made, work.B),
-            "W": work.W,
-            "BW": beside + max(made, work.BW),
-        },
-        "offload": mode.offload and mode.offload.to_data(),
-    }
+    return stage.replaced(
+        modes=[],
+        offload=mode.offload,
+        activation_bytes=mode.kept_bytes,
+        backward_input_us=stage.backward_input_us + (mode.recompute_us if share == 1 else share * mode.recompute_us),
+        workspace_bytes=work.replaced(
+            F=work.F + mode.forward_workspace_bytes,
+            B=segment + max(made, work.B),
+            BW=segment + max(made, work.BW),
+        ),
+    )
 
 
 def _choice(stage: Stage, variant: Variant, leaves: bool) -> int | None:
     """The number of the mode that is as the variant's, but with a copy only if the microbatch leaves."""
-    mode = variant.mode
-    if not mode.recomputes and not leaves:
-        return 0
-    for number, other in enumerate(stage.choices):
-        wanted = mode.offload or (stage.offload if variant.choice == 0 else None)
-        if other._replace(name="") == mode._replace(name="", offload=wanted if leaves else None):
-            return number
-    return None
+    copy = variant.mode.offload or (stage.offload if variant.choice == 0 else None)
+    return _like(stage, variant.mode, copy if leaves else None)
 
 
 def choices(problem: Problem) -> Iterator[ByStage]:
     """Choices of one variant for each stage: the same kind everywhere, and those that leave room for so many in flight.
 
     A stage takes the variant of least recomputation with which as many microbatches fit as are asked for: 1F1B's
-    number, more or fewer. Devices with several stages share their budget by what these hold. Left out are those in
-    which a backward with its recomputation is longer, or needs more, than an op of a problem may.
+    number, more or fewer. Devices with several stages share their budget by what these hold.
     """
-    return (by_stage for by_stage in _all_choices(problem) if by_stage.is_possible)
-
-
-def _all_choices(problem: Problem) -> Iterator[ByStage]:
     stages = problem.stages
     every = [variants(stage) for stage in stages]
     seen = set()
     for number in range(max(map(len, every))):
-        seen.add(chosen := tuple(ways[min(number, len(ways) - 1)] for ways in every))
+        seen.add(chosen := tuple(of_stage[min(number, len(of_stage) - 1)] for of_stage in every))
         yield ByStage(problem, chosen)
     for share in IN_FLIGHT:
-        chosen = tuple(_roomy(problem, s, ways, share * (len(stages) - s)) for s, ways in enumerate(every))
+        chosen = tuple(_roomy(problem, s, of_stage, share * (len(stages) - s)) for s, of_stage in enumerate(every))
         if chosen not in seen:
             seen.add(chosen)
             yield ByStage(problem, chosen)
 
 
-def _roomy(problem: Problem, s: int, ways: Sequence[Variant], in_flight: float) -> Variant:
+def _roomy(problem: Problem, s: int, of_stage: Sequence[Variant], in_flight: float) -> Variant:
     stage = problem.stages[s]
     budget = problem.devices[stage.device].memory_bytes
     if budget is None:
-        return ways[0]
+        return of_stage[0]
     device = [problem.stages[t] for t in problem.stages_of[stage.device]]
     room = budget * stage.activation_bytes / max(sum(other.activation_bytes for other in device), 1)
-    by_time = sorted(ways, key=lambda way: (way.mode.recompute_us, way.moved_bytes, way.inside))
+    by_time = sorted(of_stage, key=lambda variant: (variant.mode.recompute_us, variant.moved_bytes, variant.inside))
     in_flight = min(in_flight, problem.units)
-    fitting = (way for way in by_time if (in_flight - 1) * way.waiting_bytes + way.backward_bytes <= room)
-    return next(fitting, min(ways, key=lambda way: way.waiting_bytes))
+    fitting = (
+        variant for variant in by_time if (in_flight - 1) * variant.waiting_bytes + variant.backward_bytes <= room
+    )
+    return next(fitting, min(of_stage, key=lambda variant: variant.waiting_bytes))
 
 
 def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
@@ -276,7 +249,7 @@ def drop_needless(problem: Problem, orders: Orders) -> Orders:
     kept = np.zeros((len(problem.stages), problem.units), np.int64)
     tried(_done_to(orders, kept.shape, [*COPIES, *RECOMPUTATIONS]), kept)
     if orders.modes is not None:
-        stays = [[_choice_that_stays(stage, k) for k in range(len(stage.choices))] for stage in problem.stages]
+        stays = [[_like(stage, mode, None) for mode in stage.choices] for stage in problem.stages]
         numbers = [[stays[s][k] for k in row] for s, row in enumerate(orders.modes.tolist())]
         targets = np.array([[-1 if k is None else k for k in row] for row in numbers], np.int64)
         tried(_done_to(orders, kept.shape, COPIES) & (targets > 0), targets)
@@ -293,13 +266,10 @@ def _done_to(orders: Orders, shape: tuple[int, ...], kinds: Collection[str]) -> 
     return found
 
 
-def _choice_that_stays(stage: Stage, choice: int) -> int | None:
-    """The number of the mode that is as this one without its copy."""
-    mode = stage.choices[choice]
-    alike = (
-        k for k, other in enumerate(stage.choices) if other._replace(name="") == mode._replace(name="", offload=None)
-    )
-    return next(alike, None)
+def _like(stage: Stage, mode: Mode, copy: Offload | None) -> int | None:
+    """The number of the mode that is as this one, but with this copy, or without."""
+    alike = mode._replace(name="", offload=copy)
+    return next((k for k, other in enumerate(stage.choices) if other._replace(name="") == alike), None)
 
 
 def _with_modes(orders: Orders, units: Bools, targets: Ints) -> Orders:

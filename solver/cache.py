@@ -29,7 +29,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from optpipe.errors import OptPipeError
-from optpipe.kinds import SizeName, TimeName
+from optpipe.kinds import COPIES, SizeName, TimeName
 from optpipe.ops import Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -95,7 +95,7 @@ def canonical_form(problem: Problem) -> Canonical:
             }
             for s, stage in enumerate(problem.stages)
         ],
-        "channels": _channels(problem) if graph.duties["O"].any() else None,
+        "channels": _channels(problem) if any(graph.duties[kind].any() for kind in COPIES) else None,
     }
     for direction, delays_us in graph.delays_us.items():
         of_classes = delays_us[:, problem.class_units].tolist()

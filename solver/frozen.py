@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from optpipe.kinds import COPIES, codes, covering
+from optpipe.kinds import codes, covering
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray
 from optpipe.problem import DirectedTransfer, Problem
 from optpipe.simulate import simulate
@@ -72,10 +72,7 @@ def orders_with_backwards(problem: Problem, orders: Orders) -> Orders:
     ends_us = {op.microbatch: end for op, (_, end) in planned.items() if op.stage == first and op.kind in last_ops}
     if first < frozen and problem.slice_count > 1:  # backwards of slices begin with the last, which may be any F's here
         ends_us = dict.fromkeys(ends_us, max(ends_us.values()))
-    running = [
-        sorted(times for op, times in planned.items() if problem.stages[op.stage].device == d and op.kind not in COPIES)
-        for d in range(len(problem.devices))
-    ]
+    running = [sorted(planned[op] for op in device.compute) for device in orders.devices]
     for s in reversed(range(frozen)):
         own = running[problem.stages[s].device]
         ends_us = {unit: _between_ops(own, end_us) for unit, end_us in ends_us.items()}
@@ -94,7 +91,8 @@ def orders_without_backwards(problem: Problem, orders: Orders) -> Orders:
     frozen = np.array([stage.backward == "none" for stage in problem.stages])
 
     def kept(ops: OpArray) -> np.ndarray:
-        return ~frozen[ops.stage] | np.isin(ops.kind, codes(covering("F")))
+        of_frozen = frozen[np.where(ops.spread, 0, ops.stage)] & ~ops.spread  # the stage of a pass is a device
+        return ~of_frozen | np.isin(ops.kind, codes(covering("F")))
 
     def left(ops: Sequence[Op]) -> OpArray:
         columns = OpArray.of(ops)

@@ -126,11 +126,15 @@ def _forget_other_marks() -> None:
 
 
 def _indexes(source: Path) -> Iterator[Path]:
-    """Index files of numba's cache for a module, found without importing it."""
+    """Index files of numba's cache for a module, found without importing it.
+
+    They lie where this process keeps them, and nowhere else: another folder's marks would go on to call them compiled.
+    """
     for locator in (UserProvidedCacheLocator, InTreeCacheLocator, UserWideCacheLocator):
         found = locator.from_function(_indexes, str(source))  # type: ignore[no-untyped-call]
         if found is not None:
             yield from Path(found.get_cache_path()).glob(f"{source.stem}.*.nbi")
+            return
 
 
 def _folders() -> list[Path]:

@@ -67,7 +67,7 @@ Result = TypeVar("Result")
 def until_interrupted(work: Callable[[], Result], cancel: Cancel) -> Result:
     """The result of `work`, for which KeyboardInterrupt in the calling thread requests `cancel`. Raises what it raises.
 
-    It runs in a thread beside the one that receives the signal, so that an interrupt leaves nothing half done.
+    It runs in another thread than the one that receives the signal, so that an interrupt leaves nothing half done.
     """
     outcome: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
 

@@ -124,7 +124,7 @@ _METHODS = (
         search=SEARCHES["milp"],
         refuse=refuse_beyond_milp,
     ),
-    Method("search", "search", _SEARCH, _ALL, WHOLE_MODELS, search=SEARCHES["search"], refuse=refuse_too_many_costs),
+    Method("search", "search", _SEARCH, _ALL, EVERYTHING, search=SEARCHES["search"], refuse=refuse_too_many_costs),
     Method(
         "pattern",
         "search",

@@ -128,7 +128,7 @@ def _repeated(costs: Sequence[UnitFactors], cycle: Sequence[UnitFactors]) -> lis
 
 def refuse_without_cycle(problem: Problem) -> None:
     """Raise MethodError where the costs of units do not repeat soon enough for a pattern, or modes come on top."""
-    if not problem.has_factors and problem.slice_count == 1:
+    if problem.has_equal_microbatches:
         return
     modes = [s for s, stage in enumerate(problem.stages) if stage.modes]
     if modes:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numba import njit
 
-from optpipe.kinds import codes
+from optpipe.kinds import TRAINING, codes
 from optpipe.ops import Bools, Floats, Ints
 from optpipe.problem import Problem
 from optpipe.task_graph import lower
@@ -49,7 +49,7 @@ class PassCosts:
 def pass_costs(problem: Problem, unit: int = 0) -> PassCosts:
     """The passes of a unit of a problem: F along the stages, B back, each W behind its B."""
     count, graph = len(problem.stages), lower(problem)
-    types = (graph.plain_types[[*codes("FBW")]] + graph.unit_class[unit]).ravel()
+    types = (graph.plain_types[[*codes(TRAINING)]] + graph.unit_class[unit]).ravel()
     before, delay_us = np.arange(-1, 3 * count - 1), np.zeros(3 * count)
     before[count : 2 * count] = [*range(count + 1, 2 * count), count - 1]
     before[2 * count :] = range(count, 2 * count)

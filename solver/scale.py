@@ -26,19 +26,19 @@ def horizon_us(problem: Problem, value_us: float) -> float:
     lags_us = sum(float(lag.us.sum()) for lag in lower(problem).lags)
     if problem.has_factors:
         counts = np.bincount(problem.unit_class).tolist()
-        beside: float = sum(
-            count * max(map(_beside_us, stage.choices))
+        extra_us: float = sum(
+            count * max(map(_extra_us, stage.choices))
             for of_classes in problem.unit_stages
             for count, stage in zip(counts, of_classes, strict=True)
         )
         delays_us = sum(float(us.sum()) for us in problem.unit_delays_us.values())
-        return sum(problem.work_us) + beside + delays_us + lags_us
-    beside = sum(max(map(_beside_us, stage.choices)) for stage in problem.stages)
+        return sum(problem.work_us) + extra_us + delays_us + lags_us
+    extra_us = sum(max(map(_extra_us, stage.choices)) for stage in problem.stages)
     delays = sum(problem.forward_delay_us) + sum(problem.backward_delay_us)
-    return sum(problem.work_us) + problem.units * (beside + delays) + lags_us
+    return sum(problem.work_us) + problem.units * (extra_us + delays) + lags_us
 
 
-def _beside_us(mode: Mode) -> float:
+def _extra_us(mode: Mode) -> float:
     """Time of the copies and of the recomputation of a microbatch in a mode."""
     copies = mode.offload.offload_us + mode.offload.reload_us if mode.offload else 0
     return copies + mode.recompute_us
@@ -147,16 +147,16 @@ MOST_MILP_OPS = 3000
 def count_milp_ops(problem: Problem) -> int:
     """Ops of the mixed-integer program: those of `count_ops`, but O, R and C for each variant of a stage with modes."""
     own = sum(
-        2 * (way.mode.offload is not None) + way.ahead
+        2 * (option.mode.offload is not None) + option.ahead
         for stage in problem.stages
         if stage.modes
-        for way in variants(stage)
+        for option in variants(stage)
     )
     offloading = sum(stage.offload is not None for stage in problem.stages if not stage.modes)
     return problem.units * (3 * len(problem.stages) + 2 * offloading + own)
 
 
-def has_ways(problem: Problem, device: int) -> bool:
+def has_options(problem: Problem, device: int) -> bool:
     """True if activations of a device with a budget may leave it, or be recomputed."""
     stages = [problem.stages[s] for s in problem.stages_of[device]]
     limited = problem.devices[device].memory_bytes is not None
@@ -166,7 +166,7 @@ def has_ways(problem: Problem, device: int) -> bool:
 def refuse_beyond_milp(problem: Problem) -> None:
     """Raise MethodError where the mixed-integer program lacks fused backwards, ModelTooLargeError beyond its limit."""
     for s, stage in enumerate(problem.stages):
-        if not stage.split_backward and has_ways(problem, stage.device):
+        if not stage.split_backward and has_options(problem, stage.device):
             raise MethodError(
                 f"milp splits backwards where activations may leave or be recomputed, but "
                 f"stages[{s}].split_backward is false. Maybe use cp-sat."
@@ -199,19 +199,23 @@ def refuse_too_many_costs(problem: Problem) -> None:
 
 
 def _code_bits(problem: Problem) -> int:
-    """Bits for the unit, for one of six kinds and the stage, and for the unit's costs in each of the stage's ways."""
-    ways = 2 if problem.overlaps else 1
+    """Bits for the unit, for one of six kinds and the stage, and for the unit's costs in each of the stage's options.
+
+    Spread passes have kinds of their own on each device, and one more for their barriers.
+    """
+    options = 2 if problem.overlaps else 1
     if problem.has_modes:
-        ways = max(
+        options = max(
             sum(2 if mode.recomputes and mode.segment_bytes is not None else 1 for mode in stage.choices)
             for stage in problem.stages
         )
-    costs = ways * len(problem.class_units)
-    return max(problem.units - 1, 1).bit_length() + (6 * len(problem.stages)).bit_length() + (costs - 1).bit_length()
+    costs = options * len(problem.class_units)
+    classes = 6 * len(problem.stages) + len(problem.pass_names) * (1 + len(problem.devices))
+    return max(problem.units - 1, 1).bit_length() + classes.bit_length() + (costs - 1).bit_length()
 
 
 def handles_states(problem: Problem) -> bool:
     """True for equal microbatches without modes that every stage trains, and times that are whole ticks."""
-    if problem.has_factors or problem.slice_count > 1 or problem.has_modes or not lower(problem).trained.all():
+    if not problem.has_equal_microbatches or problem.has_modes or not lower(problem).trained.all():
         return False
     return horizon_us(problem, float("inf")) / time_unit_us(problem) < MAX_STEPS

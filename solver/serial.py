@@ -4,14 +4,15 @@ Slow, but it needs less memory than anything else known for a placement, so it i
 published schedule fits, and it tells which budgets are known to do.
 
 With one microbatch at a time what a device holds follows from how each of its stages treats it. A stage takes at most
-`peak_bytes` beside what the stages before it on the device have left there, and leaves `left_bytes` itself until its
-backward. `_least_ways` chooses among all ways of all stages of a device by dynamic programming over the pairs (bytes
-left by the stages so far, peak so far), of which it keeps those that no other is below: an exact minimum of the peak.
+`peak_bytes` on top of what the stages before it on the device have left there, and leaves `left_bytes` itself until its
+backward. `_least_options` chooses among all options of all stages of a device by dynamic programming over the pairs
+(bytes left by the stages so far, peak so far), of which it keeps those that no other is below: an exact minimum of the
+peak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,10 +20,10 @@ import numpy as np
 
 from optpipe.errors import InputError, Issue
 from optpipe.fields import MAX_BYTES
-from optpipe.kinds import COPIES, KIND
+from optpipe.kinds import COPIES, KIND, OPTIONAL
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
-from optpipe.task_graph import TaskGraph, lower
+from optpipe.task_graph import Lag, TaskGraph, lower
 from solver.build import orders_from_times, peak_budgets
 
 
@@ -46,7 +47,7 @@ def known_budgets_bytes(problem: Problem) -> list[int]:
 
 
 def _within(problem: Problem, budgets: Sequence[int | None]) -> Orders | None:
-    """Orders in which what is in the way leaves or, where the host has no room for that, whatever may leave."""
+    """Orders in which what takes needed room leaves or, where the host has no room for that, whatever may leave."""
     lazy = _Serial(problem, budgets).orders()
     orders = lazy if lazy is not None else _Serial(problem, budgets, eager=True).orders()
     if orders is None and problem.has_modes:
@@ -57,7 +58,7 @@ def _within(problem: Problem, budgets: Sequence[int | None]) -> Orders | None:
 
 
 @dataclass(frozen=True)
-class Way:
+class OptionOps:
     """Treatment of a microbatch on a stage: the number of its mode, its ops, and its memory on the device.
 
     `forward` are the ops up to where it rests, `backward` those after; `left_bytes` stay between the two. `peak_bytes`
@@ -73,28 +74,33 @@ class Way:
     weight_bytes: int
 
 
-def ways(graph: TaskGraph, s: int, unit: int) -> list[Way]:
+def options_of(graph: TaskGraph, s: int, unit: int) -> list[OptionOps]:
     """Every mode of a unit on a stage in every form, the backward split or fused where it may be."""
     found = []
     for mode in range(graph.options[s]):
-        for kinds in graph.chains(s, mode):
+        for kinds in _chains(graph, s, mode):
             types = [graph.type_of(kind, s, mode, unit) for kind in kinds]
             changes = graph.device_bytes[types].ravel().tolist()
             rests = 1 + max(n for n, kind in enumerate(kinds) if KIND[kind].ascends)  # after O, or F
             left, levels = sum(changes[: 2 * rests]), list(accumulate(changes))
             before_weight, weight = (levels[:-2], -changes[-1]) if "W" in kinds else (levels, 0)
-            found.append(Way(mode, kinds[:rests], kinds[rests:], left, max(levels), max(before_weight), weight))
+            found.append(OptionOps(mode, kinds[:rests], kinds[rests:], left, max(levels), max(before_weight), weight))
     return found
 
 
-def _least_ways(stages: Sequence[Sequence[Way]]) -> list[Way]:
-    """A way for each stage of a device, in their order, with which its peak is smallest."""
-    states: list[tuple[int, int, list[Way]]] = [(0, 0, [])]
+def _chains(graph: TaskGraph, s: int, mode: int) -> list[tuple[str, ...]]:
+    """The ops of a unit in a mode in every form; a W that may have to wait for passes behind its B stands alone."""
+    return [kinds for kinds in graph.chains(s, mode) if "W" in kinds or ("W", s) not in graph.gates]
+
+
+def _least_options(stages: Sequence[Sequence[OptionOps]]) -> list[OptionOps]:
+    """An option for each stage of a device, in their order, with which its peak is smallest."""
+    states: list[tuple[int, int, list[OptionOps]]] = [(0, 0, [])]
     for choices in stages:
         grown = [
-            (left + way.left_bytes, max(peak, left + way.peak_bytes), [*chosen, way])
+            (left + option.left_bytes, max(peak, left + option.peak_bytes), [*chosen, option])
             for left, peak, chosen in states
-            for way in choices
+            for option in choices
         ]
         grown.sort(key=lambda state: state[:2])
         lowest = accumulate((peak for _, peak, _ in grown), min)
@@ -107,14 +113,14 @@ def _with_modes(problem: Problem) -> Orders:
     graph = lower(problem)
     copied = graph.sizes_bytes["copied"]
     for host in (True, False):
-        chosen: dict[tuple[int, int], Way] = {}
+        chosen: dict[tuple[int, int], OptionOps] = {}
         for i in _planned_microbatches(problem):
             for stages in problem.stages_of:
                 places = [(s, unit) for unit in _units_of(problem, i) for s in stages]
-                able = [[way for way in ways(graph, *at) if host or not _copies(way)] for at in places]
-                chosen |= dict(zip(places, _least_ways(able), strict=True))
+                able = [[option for option in options_of(graph, *at) if host or not _copies(option)] for at in places]
+                chosen |= dict(zip(places, _least_options(able), strict=True))
         if problem.host_memory_bytes is None or problem.host_memory_bytes >= max(
-            sum(int(copied[s, way.mode, graph.unit_class[u]]) for (s, u), way in chosen.items() if u in units)
+            sum(int(copied[s, option.mode, graph.unit_class[u]]) for (s, u), option in chosen.items() if u in units)
             for units in (_units_of(problem, i) for i in _planned_microbatches(problem))
         ):
             break
@@ -125,7 +131,7 @@ def _with_modes(problem: Problem) -> Orders:
         ops = []
         for step in _steps(problem, graph, i):
             own = chosen.get((step.stage, step.microbatch)) if step.kind in KIND else None
-            kinds = (step.kind,) if own is None else own.forward if step.kind == "F" else own.backward
+            kinds = [step.kind] if own is None else _kinds_at(step, own, graph)
             ops += [step._replace(kind=kind) for kind in kinds]
         planned |= {op: (len(planned) + n, len(planned) + n + 1) for n, op in enumerate(ops)}
         for at in there:
@@ -135,10 +141,17 @@ def _with_modes(problem: Problem) -> Orders:
     return _for_all(problem, orders_from_times(problem, planned, modes=modes))
 
 
+def _kinds_at(step: Op, option: OptionOps, graph: TaskGraph) -> list[str]:
+    """The ops of a unit in an option at one of its `_steps`."""
+    if step.kind in ("F", "O"):
+        apart = ("O", step.stage) in graph.gates
+        return [kind for kind in option.forward if (kind == "O" and apart) == (step.kind == "O")]
+    return [kind for kind in option.backward if (kind == "W") == (step.kind == "W")]
+
+
 def _planned_microbatches(problem: Problem) -> range:
     """The microbatches that are planned: two where all are alike, of which the second is repeated, else all."""
-    alike = not problem.has_factors and problem.slice_count == 1
-    return range(min(problem.microbatches, 2) if alike else problem.microbatches)
+    return range(min(problem.microbatches, 2) if problem.has_equal_microbatches else problem.microbatches)
 
 
 def _units_of(problem: Problem, i: int) -> range:
@@ -149,25 +162,54 @@ def _units_of(problem: Problem, i: int) -> range:
 def _steps(problem: Problem, graph: TaskGraph, i: int) -> list[Op]:
     """The forwards of a microbatch, its backwards with all that these need, and its spread passes, one by one.
 
-    A pass runs as late as may be: before what waits for it.
+    A pass runs as late as may be: before what waits for it. So does a W that gates delay; any other follows its B, and
+    has a step also where it is fused with that. An O that gates delay has a step as soon as may be, any other follows
+    its F without one. Before B is all that R and C may wait for.
     """
     steps: list[Op] = []
-    done: set[int] = set()
+    done = set[int | tuple[str, int]]()
+    late: dict[int | tuple[str, int], tuple[Sequence[Lag], list[Op]]] = {
+        at: (lags, [Op("W", at[1], i)]) for at, lags in graph.gates.items() if at[0] == "W"
+    }
+    late |= {n: (one.after, [Op(one.name, d, i) for d in one.devices]) for n, one in enumerate(graph.passes)}
 
-    def run(numbers: Iterable[int | None]) -> None:
-        for n in numbers:
-            if n is not None and n not in done:
-                done.add(n)
-                run(lag.spread for lag in graph.passes[n].after)
-                steps.extend(Op(graph.passes[n].name, d, i) for d in graph.passes[n].devices)
+    def named(after: Iterable[Lag]) -> list[int | tuple[str, int]]:
+        return [(lag.duty, lag.stage) if lag.spread is None else lag.spread for lag in after]
+
+    def run(names: Iterable[int | tuple[str, int]]) -> None:
+        for name in names:
+            if name in late:
+                after, ops = late.pop(name)
+                run(named(after))
+                steps.extend(ops)
+                done.add(name)
+
+    def may_run(name: int | tuple[str, int]) -> bool:
+        if name not in late:
+            return name in done
+        befores = named(late[name][0]) if isinstance(name, int) else [*named(late[name][0]), ("B", name[1])]
+        return all(map(may_run, befores))
+
+    def gates_of(*kinds: str) -> Iterator[tuple[int, list[int | tuple[str, int]]]]:
+        for (kind, s), lags in graph.gates.items():
+            if kind in kinds and (kind not in OPTIONAL or graph.duties[kind][s].any()):
+                yield s, named(lags)
 
     stages = range(len(problem.stages))
     places = [(s, unit) for unit in _units_of(problem, i) for s in stages]
-    for kind, ordered in (("F", places), ("B", places[::-1])):
+    leaving = dict(gates_of("O"))
+    for kinds, ordered in (("F", places), ("RCB", places[::-1])):
+        gated = [*gates_of(*kinds)]
         for s, unit in ordered:
-            run(lag.spread for lag in graph.gates.get((kind, s), ()))
-            steps.append(Op(kind, s, unit))
-    run(range(len(graph.passes)))
+            run(name for at, names in gated if at == s for name in names)
+            own = [kinds[-1], *("W" for _ in range(kinds[-1] == "B" and ("W", s) not in graph.gates))]
+            steps += [Op(kind, s, unit) for kind in own]
+            done.update((kind, s) for kind in own)
+            for t, names in [*leaving.items()]:
+                if ("F", t) in done and all(map(may_run, names)):
+                    run(leaving.pop(t))
+                    steps.append(Op("O", t, i))
+    run([*late])
     return steps
 
 
@@ -177,9 +219,9 @@ def _for_all(problem: Problem, orders: Orders) -> Orders:
     return orders if planned_all else _repeated(orders, problem.microbatches)
 
 
-def _copies(way: Way) -> bool:
-    """True if an activation leaves in a way."""
-    return not {*COPIES}.isdisjoint(way.forward)
+def _copies(option: OptionOps) -> bool:
+    """True if an activation leaves in an option."""
+    return not {*COPIES}.isdisjoint(option.forward)
 
 
 def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
@@ -208,7 +250,7 @@ def with_statable_peaks(problem: Problem) -> Problem:
     for d, stages in enumerate(problem.stages_of):
         if problem.devices[d].memory_bytes is None:
             most = sum(
-                count * max(way.peak_bytes for way in ways(graph, s, unit))
+                count * max(option.peak_bytes for option in options_of(graph, s, unit))
                 for s in stages
                 for count, unit in zip(counts, problem.class_units, strict=True)
             )
@@ -239,12 +281,14 @@ def with_statable_peaks(problem: Problem) -> Problem:
 def _alone_bytes(problem: Problem, s: int) -> int:
     """The least peak of one microbatch alone on a stage, over all modes, and whether its backward is split or fused."""
     graph = lower(problem)
-    of_classes = [ways(graph, s, unit) for unit in problem.class_units]
-    waiting = [min(way.left_bytes for way in found) for found in of_classes]
+    of_classes = [options_of(graph, s, unit) for unit in problem.class_units]
+    waiting = [min(option.left_bytes for option in found) for found in of_classes]
     classes = np.unique(graph.unit_class.reshape(-1, problem.slice_count), axis=0).tolist()
 
     def least_peak(last: int, before_bytes: int) -> int:
-        return min(max(way.peak_before_weight_bytes + before_bytes, way.weight_bytes) for way in of_classes[last])
+        return min(
+            max(option.peak_before_weight_bytes + before_bytes, option.weight_bytes) for option in of_classes[last]
+        )
 
     return max(least_peak(last, sum(waiting[unit] for unit in before)) for *before, last in classes)
 
@@ -282,12 +326,13 @@ class _Serial:
     def __init__(self, problem: Problem, budgets: Sequence[int | None], eager: bool = False) -> None:
         self.problem, self.graph = problem, lower(problem)
         self.bytes = self.graph.device_bytes.tolist()
-        self.backwards = [[kinds for _, *kinds in self.graph.chains(s, 0)] for s in range(len(problem.stages))]
+        self.backwards = [[kinds for _, *kinds in _chains(self.graph, s, 0)] for s in range(len(problem.stages))]
         self.budgets = budgets
         self.eager = eager
         self.planned: dict[Op, tuple[float, float]] = {}
         self.memory = [0] * len(problem.devices)
-        self.away: set[tuple[int, int]] = set()
+        self.offloaded: set[tuple[int, int]] = set()
+        self.held_by_gates = {(s, i) for kind, s in self.graph.gates if kind == "O" for i in range(problem.units)}
         self.on_host_bytes = 0
         self.resident: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
 
@@ -298,13 +343,14 @@ class _Serial:
         return _for_all(self.problem, orders_from_times(self.problem, self.planned))
 
     def _microbatch(self, i: int) -> bool:
-        run = {"F": self._forward, "B": self._backward}
+        run = {"F": self._forward, "B": self._backward, "W": self._weight, "O": self._let_leave}
         steps = _steps(self.problem, self.graph, i)
-        return all(run[op.kind](*op[1:]) if op.kind in run else self._spread(op) for op in steps)
+        return all(run[op.kind](*op[1:]) if op.kind in run else self._apart(op) for op in steps)
 
-    def _spread(self, op: Op) -> bool:
-        """Run an op of a spread pass."""
-        if not self._make_room(op.stage, self._changes(*op)[0]):
+    def _apart(self, op: Op) -> bool:
+        """Run an op for which no room is made ahead: that of a spread pass, or a W."""
+        device = int(self.graph.device[op.stage]) if op.kind in KIND else op.stage
+        if not self._make_room(device, self._changes(*op)[0]):
             return False
         self._run(op)
         return True
@@ -319,24 +365,36 @@ class _Serial:
             self._offload(s, i)
         return True
 
+    def _let_leave(self, s: int, i: int) -> bool:
+        """Let an activation leave from now on that gates have held."""
+        self.held_by_gates.remove((s, i))
+        if self.eager and self._may_leave(s, i):
+            self._offload(s, i)
+        return True
+
     def _backward(self, s: int, i: int) -> bool:
         device = int(self.graph.device[s])
         room, kinds = self._backward_room(s, i)
-        back = self._moved(s, i) if (s, i) in self.away else 0
+        back = self._moved(s, i) if (s, i) in self.offloaded else 0
         if (s, i) in self.resident[device]:
             self.resident[device].remove((s, i))
         if not self._make_room(device, back + room):
             return False
-        if (s, i) in self.away:
+        if (s, i) in self.offloaded:
             self._run(Op("R", s, i))
-            self.away.remove((s, i))
+            self.offloaded.remove((s, i))
             self.on_host_bytes -= back
         for kind in kinds:
-            self._run(Op(kind, s, i))
+            if kind != "W":
+                self._run(Op(kind, s, i))
         return True
 
+    def _weight(self, s: int, i: int) -> bool:
+        """Run the W of a backward that is split."""
+        return "W" not in self._backward_room(s, i)[1] or self._apart(Op("W", s, i))
+
     def _backward_room(self, s: int, i: int) -> tuple[int, Sequence[str]]:
-        """Memory of a backward beside the activation, and its ops: split, unless fused needs less or it never splits.
+        """Memory of a backward without the activation, and its ops: split, unless fused needs less or it never splits.
 
         None where the stage has F alone.
         """
@@ -363,9 +421,9 @@ class _Serial:
         return True
 
     def _may_leave(self, s: int, i: int) -> bool:
-        """True if the activation can be offloaded and the host has room for it."""
+        """True if the activation can be offloaded, no gate holds it, and the host has room for it."""
         limit = self.problem.host_memory_bytes
-        if not self.graph.whole_option[s]:
+        if not self.graph.whole_option[s] or (s, i) in self.held_by_gates:
             return False
         return limit is None or self.on_host_bytes + self._moved(s, i) <= limit
 
@@ -374,7 +432,7 @@ class _Serial:
 
     def _offload(self, s: int, i: int) -> None:
         self.resident[self.graph.device[s]].remove((s, i))
-        self.away.add((s, i))
+        self.offloaded.add((s, i))
         self.on_host_bytes += self._moved(s, i)
         self._run(Op("O", s, i))
 

@@ -72,7 +72,7 @@ def search(
     """`solve` without its last step: the orders, which it always has, are still to be verified. Raises the same.
 
     `on_searching` is called when the published schedules were tried and the searches begin. `feed`: what other solves
-    of this problem find meanwhile; a search that runs goes on, and the next one begins with it.
+    of this problem find meanwhile; a search that runs keeps its start, and the next one begins with it.
     """
     chosen = method_named(method)
     forget_stale()
@@ -84,8 +84,7 @@ def search(
         def apart(whole: Problem, part: Limits, on_progress: OnProgress | None, begun: Sequence[Orders]) -> Solution:
             return search(whole, method, part, on_progress, begun, on_searching)
 
-        anneals = chosen.name in ("auto", "search")
-        return search_with_blocks(problem, limits, on_progress, starts, apart, anneals=anneals)
+        return search_with_blocks(problem, limits, on_progress, starts, apart, chosen.name)
     if chosen.orders is not None:
         orders = published_orders(chosen, problem)
         value_us = simulate(problem, orders).value_us

@@ -4,7 +4,7 @@ A small problem goes to proof: after a moment of local search come states of pro
 all but one where activations may leave, since good schedules are harder to find there. A large one goes to search:
 annealing on one core, patterns, windows and bounds in turns on another, with CP-SAT where memory orders the ops; with a
 single core all of them in turns. The larger the problem, the more of the time is the patterns', which alone do not slow
-down with the microbatches; the largest have nothing else but annealing.
+down with the microbatches; the largest have nothing else but annealing. With spread passes there are no patterns.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def _slice(name: str, share: float, workers: int = 1, once: bool = False) -> Tim
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
     if problem.spread or problem.gates:
-        return [[_slice("cp-sat", 1.0, workers)]] if ops <= MOST_MODEL_OPS else []
+        return _with_passes(ops, workers)
     if ops <= SMALL_OPS and _leaves(problem):
         # Annealing and windows find the schedules; CP-SAT and parts of a few devices prove them.
         finding = [_slice("search", 0.1), _slice("windows", 0.1)]
@@ -340,13 +340,28 @@ def has_lists(problem: Problem) -> bool:
 def _is_plain(problem: Problem) -> bool:
     """True if microbatches are alike and whole, and all backwards may be split."""
     split = all(stage.split_backward for stage in problem.stages)
-    return split and not problem.has_factors and problem.slice_count == 1
+    return split and problem.has_equal_microbatches
 
 
 def _leaves(problem: Problem) -> bool:
     """True if activations may have to leave a device for the host."""
     budgets = any(device.memory_bytes is not None for device in problem.devices)
     return budgets and any(stage.offload for stage in problem.stages)
+
+
+def _with_passes(ops: int, workers: int) -> Sequence[Subsolver]:
+    """After a moment of annealing and windows mostly CP-SAT where ops are few; else annealing on one core.
+
+    On the others windows and CP-SAT in turns, up to `MOST_MODEL_OPS`.
+    """
+    if ops <= SMALL_OPS:
+        return [[_slice("search", 0.05, workers), _slice("windows", 0.15, workers), _slice("cp-sat", 0.8, workers)]]
+    if ops > MOST_MODEL_OPS:
+        return [[_slice("search", 0.5, workers)]]
+    others = max(workers - 1, 1)
+    low_priority = [_slice("windows", 0.45, others), _slice("cp-sat", 0.05, others)]
+    annealing = _slice("search", 0.35)
+    return [[annealing, *low_priority]] if workers == 1 else [[annealing], low_priority]
 
 
 def _with_modes(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]:

@@ -1,14 +1,13 @@
 """Activation settings of other trainers that come nearest to a schedule, and what is lost by them.
 
-Megatron-LM and torchtitan hold the activations of all microbatches on all stages in one way. Each way that their
-settings have and the problem has a mode for is simulated in the order of 1F1B or interleaved 1F1B; for torchtitan,
+Megatron-LM and torchtitan hold the activations of all microbatches on all stages alike. Each setting that they
+have and the problem has a mode for is simulated in the order of 1F1B or interleaved 1F1B; for torchtitan,
 which takes an order as a file, in that of the schedule too. Microbatches come in the order in which the schedule runs
 them. Slices are refused, and by torchtitan microbatches of other sizes, which it receives all in one shape.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Literal
 from optpipe.errors import DeadlockError, InputError, Issue, MethodError
 from optpipe.export.launch.megatron import OFFLOAD_MODULES, OVERLAP
 from optpipe.export.megatron_layout import layout_text, parse_layout
+from optpipe.kinds import PLAIN_BACKWARD
 from optpipe.mode_names import KEPT, OFFLOAD, SELECTIVE, parse_recomputed
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.partition import cut_in_name, predicted_in_name
@@ -115,6 +115,9 @@ def _refuse_what_it_does_not_run(problem: Problem, trainer: Trainer) -> None:
             "PlannedSchedule, or solve with a backward of 0 us there."
         )
         raise InputError([Issue(("problem", "stages", 0, "backward"), "no_backward", detail)])
+    if problem.spread:
+        detail = f"has {', '.join(problem.pass_names)}, but {name} runs no passes of all devices. Maybe train with "
+        raise InputError([Issue(("problem", "spread"), "spread_passes", f"{detail}optpipe train.")])
     if problem.slice_count > 1:
         detail = f"is {problem.slice_count}, but {name} runs microbatches whole. Maybe leave slices out of the problem."
         raise InputError([Issue(("problem", "slices", "count"), "slices", detail)])
@@ -136,6 +139,9 @@ def _megatron(problem: Problem) -> Iterator[tuple[list[str], str]]:
         recomputed = parse_recomputed(name)
         if recomputed is None or name.endswith("+offload"):
             continue
+        in_groups = recomputed.whole or recomputed.blocks is not None or recomputed.group > 1
+        if in_groups and predicted_in_name(problem.name):
+            continue  # layers of multi-token prediction run again one by one, or not at all
         if recomputed.whole:
             if (layers := _blocks(problem)) is not None:
                 yield [full, "--recompute-method uniform", f"--recompute-num-layers {layers}"], name
@@ -170,7 +176,8 @@ def _common_modes(problem: Problem) -> list[str]:
 def _blocks(problem: Problem) -> int | None:
     """Blocks of a stage where all have equally many: by the cut of a plan, or by modes for each number of them."""
     if (cut := cut_in_name(problem.name)) is not None:
-        sizes = {len(re.sub("[EL]", "", stage)) for stage in parse_layout(layout_text([*map(int, cut.split(","))]), "")}
+        layout = layout_text([*map(int, cut.split(","))], predicted=predicted_in_name(problem.name))
+        sizes = {stage.count("t") for stage in parse_layout(layout, "")}
         return sizes.pop() if len(sizes) == 1 else None
     counts = set()
     for stage in problem.stages:
@@ -184,10 +191,10 @@ def _chosen(problem: Problem, mode: str) -> list[Variant] | None:
     chosen = []
     for stage in problem.stages:
         number = stage.choice_numbers.get(mode)
-        ways = [way for way in variants(stage) if way.choice == number and not way.ahead]
-        if not ways:
+        found = [variant for variant in variants(stage) if variant.choice == number and not variant.ahead]
+        if not found:
             return None
-        chosen.append(ways[0])
+        chosen.append(found[0])
     return chosen
 
 
@@ -200,7 +207,7 @@ def _compute_orders(problem: Problem, planned: Orders, trainer: Trainer) -> Iter
             break
     if trainer == "torchtitan":
         own = [
-            [op._replace(kind=op.kind.removeprefix("C")) for op in device.compute if op.kind != "C"]
+            [op._replace(kind=PLAIN_BACKWARD.get(op.kind, op.kind)) for op in device.compute if op.kind != "C"]
             for device in planned.devices
         ]
         yield [f"{titan}_csv schedule.csv"], own

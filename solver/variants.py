@@ -35,7 +35,7 @@ class Variant(NamedTuple):
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes of the activation on the device while the backward runs, beside the op's own workspace."""
+        """Bytes of the activation on the device while the backward runs, without the op's own workspace."""
         segment = self.mode.segment_bytes or 0 if self.inside else self.mode.recomputed_bytes
         return self.mode.kept_bytes + segment
 
@@ -59,7 +59,7 @@ def fitting_variants(problem: Problem, stage: int) -> Sequence[Variant]:
     """
     own, budget = problem.stages[stage], problem.devices[problem.stages[stage].device].memory_bytes
     every = variants(own)
-    return [way for way in every if budget is None or _alone_bytes(problem, stage, way) <= budget] or every
+    return [variant for variant in every if budget is None or _alone_bytes(problem, stage, variant) <= budget] or every
 
 
 def _alone_bytes(problem: Problem, stage: int, variant: Variant) -> int:

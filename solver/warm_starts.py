@@ -36,7 +36,6 @@ from solver.search.spread_lists import spread_lists
 from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.strategy import MOST_MODEL_OPS, SharedIncumbent, has_lists
-from solver.variants import Variant
 
 ROUNDS = 4
 """Microbatches a device of the few: a warm-up, a cool-down and a steady state between them."""
@@ -142,7 +141,7 @@ def offer_published(
     of them exceed the budgets of such problems.
     Once they have taken this share of the time limit in processor time, none is begun if something fits, or the answer
     would be late; with a share below 1 whether it does or not, since a search finds something at once. That does not
-    hold while kernels are compiled on the way, which says nothing of what is left.
+    hold while kernels are compiled as well, which says nothing of what is left.
     """
     timed = shared.limits.deterministic_limit is None
     limit_s = max(share * shared.limits.time_limit_s, LEAST_S)
@@ -205,7 +204,7 @@ def starts(
 def _is_able(name: str, problem: Problem) -> bool:
     """True if the published schedule of this name is right for a problem; a period repeats where units are alike."""
     method, *how = name.split(", ")
-    if "repeated" in how and (problem.has_factors or problem.slice_count > 1):
+    if "repeated" in how and not problem.has_equal_microbatches:
         return False
     if method in ("seq1f1b", "slimpipe") and problem.slice_count == 1:  # then it is 1F1B
         return False
@@ -220,8 +219,7 @@ def _may_need_to_fit(problem: Problem) -> bool:
     if problem.spread or problem.gates:
         return False
     limited = any(device.memory_bytes is not None for device in problem.devices)
-    alike = not problem.has_factors and problem.slice_count == 1
-    return limited and not (alike and all(stage.split_backward for stage in problem.stages))
+    return limited and not (problem.has_equal_microbatches and all(stage.split_backward for stage in problem.stages))
 
 
 def best_of_uniform_choices(problem: Problem) -> dict[str, Solution]:
@@ -232,7 +230,8 @@ def best_of_uniform_choices(problem: Problem) -> dict[str, Solution]:
     """
     best: dict[str, Solution] = {}
     for by_stage in choices(problem):
-        recomputes, leaves = ({test(way) for way in by_stage.chosen} for test in (_recomputes, _leaves))
+        recomputes = {variant.mode.recomputes for variant in by_stage.chosen}
+        leaves = {variant.moved_bytes > 0 for variant in by_stage.chosen}
         kinds = ["one choice a stage"]
         if recomputes == {True}:
             kinds.append("all recomputed")
@@ -252,14 +251,6 @@ def best_of_uniform_choices(problem: Problem) -> dict[str, Solution]:
                     if kind not in best or simulation.value_us < best[kind].value_us:
                         best[kind] = Solution(orders, simulation.value_us, 0.0, f"{kind}: {name}")
     return best
-
-
-def _recomputes(way: Variant) -> bool:
-    return way.mode.recomputes
-
-
-def _leaves(way: Variant) -> bool:
-    return way.moved_bytes > 0
 
 
 def _in_order(make: Make, problem: Problem, microbatch_order: Sequence[int]) -> Orders:

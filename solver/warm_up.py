@@ -28,7 +28,7 @@ WORK = 0.02
 """Units of work that each search gets on each toy: every kernel is called, nothing is solved."""
 
 NICENESS = 10
-"""Niceness of a background compiler, so that it yields to the solve beside it."""
+"""Niceness of a background compiler, so that it yields to a solve."""
 
 _BACKGROUND = "--background"
 _COMMAND = module_command("solver.warm_up")
@@ -71,8 +71,8 @@ def warm_up() -> None:
             if method.orders is not None:
                 with suppress(MethodError):
                     method.orders(problem)
-    blocks = _toy_with_blocks()  # last: few problems have any
-    SEARCHES["search"](blocks, Limits(workers=1, deterministic_limit=WORK), Solution(), lambda _: None)
+    for problem in (_toy_with_passes(), _toy_with_blocks()):  # last: few problems have any
+        SEARCHES["search"](problem, Limits(workers=1, deterministic_limit=WORK), Solution(), lambda _: None)
     mark(WARM)
 
 
@@ -128,6 +128,14 @@ def _toy_with_blocks() -> Problem:
     pairs = [(f, b) for stages in toy.stages_of for f, b in product(stages, stages)]
     overlaps = [{"forward_stage": f, "backward_stage": b, "us": 25} for f, b in pairs]
     return Problem.from_data(toy.to_data() | {"overlaps": overlaps})
+
+
+def _toy_with_passes() -> Problem:
+    """The first toy, with a spread pass that its last backward waits for."""
+    toy, last = next(_toys()), 1
+    passes = [{"name": "S", "us": [1, 1], "after": [{"op": "F", "stage": last}]}]
+    gates = [{"op": "B", "stage": last, "after": [{"pass": "S"}]}]
+    return Problem.from_data(toy.to_data() | {"spread": passes, "gates": gates})
 
 
 _OBJECTIVES = ("makespan", "device_span")

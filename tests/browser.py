@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
 from api.settings import Settings
 from tests.api.harness import new_key
@@ -61,24 +61,38 @@ def running_browser() -> Iterator[Browser]:
 
 @contextmanager
 def open_page(browser: Browser, url: str, key: str | None = None, **options: Any) -> Iterator[Page]:
-    """A page of its own with the service at `url` as its base, which knows `key` already.
+    """A tab in a context of its own; see `open_context` and `open_tab`."""
+    with open_context(browser, url, **options) as context, open_tab(context, key) as page:
+        yield page
 
-    `options` are those of a playwright context. Errors that the page does not handle fail the test.
+
+@contextmanager
+def open_context(browser: Browser, url: str, **options: Any) -> Iterator[BrowserContext]:
+    """A context with the service at `url` as its base. `options` are those of a playwright context."""
+    with browser.new_context(**{"base_url": url, "viewport": {"width": 1280, "height": 800}, **options}) as context:
+        context.set_default_timeout(WAIT_MS)
+        expect.set_options(timeout=WAIT_MS)
+        yield context
+
+
+@contextmanager
+def open_tab(context: BrowserContext, key: str | None = None) -> Iterator[Page]:
+    """A tab that knows `key` already, and nothing that tabs before it have stored.
+
+    Errors that the page does not handle fail the test.
     """
-    context = browser.new_context(**{"base_url": url, "viewport": {"width": 1280, "height": 800}, **options})
-    context.set_default_timeout(WAIT_MS)
-    expect.set_options(timeout=WAIT_MS)
-    if key is not None:
-        # An empty page has no storage.
-        context.add_init_script(f"if (location.host) sessionStorage.setItem('{KEY_NAME}', '{key}')")
     page = context.new_page()
+    if key is not None:
+        # An empty page has no storage; one of a tab's own is empty where it is new.
+        forget = "if (!sessionStorage.length) localStorage.clear()"
+        page.add_init_script(f"if (location.host) {{ {forget}; sessionStorage.setItem('{KEY_NAME}', '{key}') }}")
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.extend(_breach(message)))
     try:
         yield page
     finally:
-        context.close()
+        page.close()
     assert errors == []
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.forked import forking
+from tests.durations import Durations, known_s, longest_first
+from tests.forked import SERVICES, forking
 from tests.ranks import RunRanks
 from tests.sample import FULL, SEED, examples
 from tests.torchrun import LOOPBACK
@@ -34,11 +35,23 @@ SLOW_TEST_S = 3600
 """A limit for tests that are marked as slow; that of all others is in pyproject.toml."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option of `make durations`."""
+    parser.addoption("--write-durations", action="store_true", help="keep the seconds of each file")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Let Hypothesis draw by the seed of this run, unless another one is given."""
+    """Let Hypothesis draw by the seed of this run, unless another one is given; measure files where that is asked."""
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = SEED
+    if config.option.write_durations and not _shares_a_run(config):
+        config.pluginmanager.register(Durations())
+
+
+def _shares_a_run(config: pytest.Config) -> bool:
+    """True in a process that pytest-xdist has started."""
+    return hasattr(config, "workerinput")
 
 
 def pytest_report_header() -> str:
@@ -65,8 +78,10 @@ def pytest_runtest_setup() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give what takes minutes more time than all else has."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give what takes minutes more time than all else has, and begin with what takes long where processes share it."""
+    if _shares_a_run(config):
+        longest_first(items, known_s())
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_TEST_S))
@@ -79,10 +94,35 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
+def postgresql() -> Iterator[str]:
+    """The address of a PostgreSQL for all tests of this process."""
+    from tests.postgresql import migrated_postgresql  # slow to load, and rarely needed where few tests run
+
+    with migrated_postgresql() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
 def forked() -> Iterator[Path]:
     """A folder with commands whose processes are forked, and for which warnings are errors; see `tests.forked`."""
     with forking("-W", "error", environment=LOOPBACK) as folder:
         yield folder
+
+
+@pytest.fixture(scope="session")
+def forked_services() -> Iterator[Path]:
+    """A folder with a `python` whose processes have loaded what those of a service need."""
+    with forking(loaded=SERVICES) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def forked_pool(forked_services: Path) -> Iterator[None]:
+    """Let the processes of a service's pool be forked: each would take longer to load than to do its tasks."""
+    python = str(forked_services / "python")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("api.process_pool.module_command", lambda *arguments: [python, "-P", "-m", *arguments])
+        yield
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""A fork server for Python commands: it has loaded torch, what trains with it and the solvers, and forks for each.
+"""A fork server for Python commands: it has loaded what they need (torch and the solvers), and forks for each.
 
-Loading them takes most of the time of a short command. A client takes the place of `python`: it sends its arguments,
-folder, environment and standard streams to the server, passes signals on, and ends as the command does; when it is
-killed, the command is too. It runs as a script without site-packages, so that it starts at once.
+Loading them takes most of the time of a short command, and so does unloading them: a command whose work is done ends
+at once. A client (`tests.forked_client`) takes the place of `python`.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -15,38 +15,49 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-LOADED = ("optpipe.train.loop", "solver.solve", "torch._dynamo", "torch.distributed.run")
-"""Every optimizer loads torch._dynamo when it is made. None of them starts a thread: a fork would not have it."""
+COMMANDS = (
+    *("optpipe.train.loop", "optpipe.cli.console", "optpipe.plot.gantt", "transformers.modeling_utils"),
+    *("solver.methods", "solver.searches", "ortools.sat.python.cp_model", "scipy.optimize", "pulp"),
+    *("torch._dynamo", "torch.distributed.run"),
+)
+"""Modules that the command line needs. Every optimizer loads torch._dynamo when it is made."""
+SERVICES = ("api.app", "api.analysis", "api.logging", "optpipe.export.launch", "solver.layout.fitting")
+"""Modules that a service and its pool need. None of all these starts a thread: a fork would not have it."""
 SCRIPTS = ("optpipe", "torchrun")
 """Scripts of the virtual environment that are forked as well."""
 
 
 @contextmanager
-def forking(*options: str, environment: Mapping[str, str]) -> Iterator[Path]:
+def forking(
+    *options: str, environment: Mapping[str, str] | None = None, loaded: Sequence[str] = COMMANDS
+) -> Iterator[Path]:
     """A folder with `python` and SCRIPTS for a PATH, whose processes one with these options of Python forks.
+
+    It has loaded these modules.
 
     torchrun starts its ranks with the `python` that PYTHON_EXEC names.
     """
     root = Path(__file__).parents[1]
     with TemporaryDirectory() as name:
         folder, path = Path(name), Path(name) / "server"
-        code = f"from tests.forked import serve; serve({str(path)!r})"
-        client = [sys.executable, "-I", "-S", __file__, str(path)]
+        code = f"from tests.forked import serve; serve({str(path)!r}, {loaded!r})"
+        client = [sys.executable, "-I", "-S", str(root / "tests" / "forked_client.py"), str(path)]
         scripts = {script: [str(Path(sys.executable).parent / script)] for script in SCRIPTS}
         for command, first in ({"python": [], "python3": []} | scripts).items():
             (folder / command).write_text(f'#!/bin/sh\nexec {shlex.join([*client, *first])} "$@"\n')
             (folder / command).chmod(0o755)
         with subprocess.Popen(
             [sys.executable, "-P", *options, "-c", code],
-            env=os.environ | {"PYTHONPATH": str(root)} | environment,
+            env=os.environ | {"PYTHONPATH": str(root)} | (environment or {}),
             stdin=subprocess.PIPE,
             start_new_session=True,
         ) as server:
@@ -59,30 +70,15 @@ def forking(*options: str, environment: Mapping[str, str]) -> Iterator[Path]:
                 os.killpg(server.pid, signal.SIGKILL)
 
 
-def client(server: str, arguments: list[str]) -> int:
-    """Exit code of a command that the server runs."""
-    request = json.dumps({"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(server)
-        socket.send_fds(connection, [len(request).to_bytes(4, "big")], [0, 1, 2])
-        connection.sendall(request)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: connection.sendall(bytes([number])))
-        code = int(connection.makefile().readline())
-    if code < 0:
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    return code
-
-
-def serve(path: str) -> None:
+def serve(path: str, loaded: Sequence[str]) -> None:
     """Run commands until stdin ends, which it does with the tests; in each forked process, run one to its end."""
-    for name in LOADED:
+    for name in loaded:
         import_module(name)
+    _load_kernels()
     # What a command starts is forked as well; as the client is its parent's child, it does not look for its parent.
     sys.executable = str(Path(path).with_name("python"))
-    import_module("solver.process.start").end_with_parent = lambda parent_pid: None  # type: ignore[attr-defined]
+    for name in ("solver.process.start", "solver.process"):
+        import_module(name).end_with_parent = lambda parent_pid: None  # type: ignore[attr-defined]
     gc.freeze()  # or collecting garbage writes to, and so copies, every page that the processes share
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path + ".new")
@@ -99,6 +95,16 @@ def serve(path: str) -> None:
                 break
             connection.close()
     _answer(connection)
+
+
+def _load_kernels() -> None:
+    """Load those that time and place ops, and what any kernel needs: half a second for each process otherwise."""
+    from instances import uniform
+    from optpipe.verify import verify
+    from solver.solve import solve
+
+    for method in ("1f1b", "zb-auto", "ada-offload"):
+        verify(solve(uniform(2, 2), method))
 
 
 def _ended_child() -> bool:
@@ -133,7 +139,29 @@ def _answer(connection: socket.socket) -> None:
         import torch
 
         torch.set_num_threads(int(threads))  # it has read the server's when it was loaded
-    _python(request["arguments"])
+    _end(_exit_code(request["arguments"]))
+
+
+def _exit_code(arguments: list[str]) -> int:
+    try:
+        _python(arguments)
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        raise
+    return 0
+
+
+def _end(code: int) -> None:
+    """End as Python does, but for what it only frees, which would copy every page that the processes share."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.exit(code)  # which says what is wrong with a stream
+    os._exit(code & 0xFF)
 
 
 def _python(arguments: list[str]) -> None:
@@ -148,15 +176,17 @@ def _python(arguments: list[str]) -> None:
             sys.argv = [module, *rest]
             sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep) if arguments[0] == "-P" else [os.getcwd()]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-        case ["-", *rest]:
-            sys.argv = arguments
-            sys.path.insert(0, "")
-            exec(compile(sys.stdin.read(), "<stdin>", "exec"), {"__name__": "__main__"})
+        case ["-", *_]:
+            _program(sys.stdin.read(), arguments)
+        case ["-c", code, *rest]:
+            _program(code, ["-c", *rest])
         case [script, *rest]:
             sys.argv = [script, *rest]
             sys.path.insert(0, str(Path(script).parent))
             runpy.run_path(script, run_name="__main__")
 
 
-if __name__ == "__main__":
-    sys.exit(client(sys.argv[1], sys.argv[2:]))
+def _program(code: str, arguments: list[str]) -> None:
+    sys.argv = arguments
+    sys.path.insert(0, "")
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

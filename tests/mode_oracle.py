@@ -1,4 +1,4 @@
-"""The rules of the contract about activation modes, from the documents' JSON alone: nothing is shared with the program.
+"""Rules of the contract about modes, passes and gates, from the documents' JSON: nothing is shared with the program.
 
 Costs are (duration in us, bytes taken at the start, signed change at the end), as the contract's table has them.
 """
@@ -84,20 +84,54 @@ def cost(stage: Data, name: str, kind: str) -> Cost:
 
 
 def needs(op: Key, there: set[Key], last: int) -> list[Key]:
-    """The ops that must end before `op` starts, by the rules of the model."""
+    """The ops that must end before `op` starts, by the rules of the model; `lags` has those of passes and gates."""
     kind, s, i = op
-    same = {
+    same: tuple[str, ...] = {
         "F": (),
         "C": ("F", "R"),
         "O": ("F",),
         "R": ("O",),
         "W": ("B", "CB"),
         **dict.fromkeys(BACKWARDS, ("F", "R", "C")),
-    }[kind]
+    }.get(kind, ())
     before = [(other, s, i) for other in same]
     before += [("F", s - 1, i)] if kind == "F" else []
     before += [(other, s + 1, i) for other in BACKWARDS] if kind in BACKWARDS and s < last else []
     return [other for other in before if other in there]
+
+
+def pass_costs(problem: Data) -> dict[Key, Cost]:
+    """Costs of every op of a spread pass: its name, its device, its microbatch."""
+    passes: list[Data] = problem.get("spread") or []
+    kept = {one["name"]: one.get("kept_bytes") or [0] * len(one["us"]) for one in passes}
+    costs = {}
+    for one in passes:
+        for d, us in enumerate(one["us"]):
+            work = (one.get("workspace_bytes") or [0] * len(one["us"]))[d]
+            freed = kept[one["frees"]][d] if one.get("frees") else 0
+            for i in range(problem["microbatches"] if us else 0):
+                costs[one["name"], d, i] = Cost(us, kept[one["name"]][d] + work, -work - freed)
+    return costs
+
+
+def lags(problem: Data, there: set[Key]) -> Iterator[tuple[Key, Key, float]]:
+    """Precedences of passes and gates: an op, another that starts after its end, and the time between them."""
+    doing = {"F": ("F",), "B": BACKWARDS, "W": ("W", "BW", "CBW")}
+    devices = [stage["device"] for stage in problem["stages"]]
+    waiting = [((one["name"],), d, d, one) for one in problem.get("spread") or [] for d in range(len(one["us"]))]
+    for gate in problem.get("gates") or []:
+        op, s = gate["op"], gate["stage"]
+        waiting.append((doing.get(op, (op,)), s, devices[s], gate))
+    for kinds, place, device, one in waiting:
+        for kind, i, after in product(kinds, range(problem["microbatches"]), one.get("after") or []):
+            if "pass" in after:
+                befores = [(after["pass"], d, i) for d in range(len(problem["devices"]))]
+            else:
+                befores = [(other, after["stage"], i) for other in doing[after["op"]]]
+            own = "pass" not in after and devices[after["stage"]] == device
+            for before in befores:
+                if before in there and (kind, place, i) in there:
+                    yield before, (kind, place, i), 0 if own else after.get("us", 0)
 
 
 def alike(op: Key) -> tuple[str, int]:
@@ -224,7 +258,7 @@ def least_makespan(problem: Data) -> float | None:
     """The least makespan of all schedules of whole times, copies among them; None where none keeps the budgets.
 
     Tick by tick: every compute stream and copy channel begins an op that may run, or nothing. Times are whole and not
-    0, stages without transfers between them, one a device, and nothing holds more at its end than before.
+    0, stages without transfers between them, one a device, barriers too, and nothing holds more at its end than before.
     """
     stages, microbatches = problem["stages"], range(problem["microbatches"])
     choices = [[(name, way) for name in mode_names(stage) for way in ways(stage, name)] for stage in stages]
@@ -233,6 +267,7 @@ def least_makespan(problem: Data) -> float | None:
         costs = {}
         for (s, i), (name, way) in zip(product(range(len(stages)), microbatches), chosen, strict=True):
             costs |= {(kind, s, i): cost(stages[s], name, kind) for kind in ("F", *way)}
+        costs |= pass_costs(problem)
         ticks = _least_ticks(problem, costs, best)
         best = ticks if ticks is not None else best
     return best
@@ -247,6 +282,8 @@ def _least_ticks(problem: Data, costs: Mapping[Key, Cost], below: float | None) 
         + [n for n, other in enumerate(ops) if alike(other) == alike(op) and other[2] < op[2]]
         for op in ops
     ]
+    for other, op, _ in lags(problem, set(ops)):
+        before[place[op]].append(place[other])
     duplex = problem.get("copy_channels", {}).get("duplex", True)
     resources: dict[tuple[int, str], list[int]] = {}
     for n, (kind, s, _) in enumerate(ops):
@@ -266,8 +303,10 @@ def _least_ticks(problem: Data, costs: Mapping[Key, Cost], below: float | None) 
     while layer and (below is None or ticks < below):
         if any(not any(state) and None not in state for state in layer):
             return ticks
-        layer = {tuple(n and n - 1 for n in state) for left in layer for state in started(left)}
-        ticks += 1
+        after = {tuple(n and n - 1 for n in state) for left in layer for state in started(left)}
+        if after == layer:  # what is left can never begin: the budgets forbid it
+            return None
+        layer, ticks = after, ticks + 1
     return None
 
 

@@ -1,6 +1,6 @@
-"""Fixtures: one PostgreSQL for all tests of a process, a fresh migrated database for each test.
+"""One PostgreSQL for all tests of a process (`postgresql` in conftest.py), and fixtures on it.
 
-database_url   its address
+database_url   the address of a fresh migrated database for each test
 settings       settings of a service on it
 store          what such a service keeps there
 """
@@ -86,9 +86,9 @@ def _end_server(folder: Path) -> None:
             server.wait(END_S)
 
 
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[str]:
-    """A PostgreSQL with an empty, migrated database to copy."""
+@contextmanager
+def migrated_postgresql() -> Iterator[str]:
+    """The address of a PostgreSQL with an empty, migrated database to copy."""
     with server_folder() as folder, embedded_postgresql(folder) as url:
         _run(url, "ALTER SYSTEM SET synchronous_commit = off")
         _run(url, "SELECT pg_reload_conf()")

@@ -16,8 +16,9 @@ from solver.solve import solve
 from tests.ranks import RunRanks
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path), "--time-limit", "2", "--steps", "1"])
+    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path), "--time-limit", "1", "--steps", "1"])
     demo.main()
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
     shown = capsys.readouterr().out

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from api.app import create_app
@@ -14,21 +13,24 @@ from api.settings import Settings
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from tests.api.harness import at_once, listening, working
-from tests.postgresql import database_url, postgresql, settings
+from tests.postgresql import database_url, settings
 
-__all__ = ["database_url", "postgresql", "settings"]
+__all__ = ["database_url", "settings"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "service.md").read_text()
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+LIMIT = re.compile(r"(time_limit_s\W+|--time-limit )\d+\b(?!\*)")
+"""Time limits but for the one that the server refuses: what a longer search finds is not compared with anything."""
 
-def test_every_command_of_the_guide(settings: Settings, tmp_path: Path) -> None:
+
+def test_every_command_of_the_guide(settings: Settings, tmp_path: Path, forked: Path, forked_pool: None) -> None:
     blocks = BLOCK.findall(PAGE)
     assert [language for language, _ in blocks].count("bash") > 6
-    with working(settings, at_once), listening(create_app(settings)) as url:
-        script = "\n".join(_as_shell(language, text) for language, text in blocks)
-        out = _run(script.replace("http://localhost:8000", url), tmp_path)
+    with listening(create_app(settings)) as url, working(settings, at_once):
+        script = LIMIT.sub(r"\g<1>6", "\n".join(_as_shell(language, text) for language, text in blocks))
+        out = _run(script.replace("http://localhost:8000", url), tmp_path, forked)
     schedule = Schedule.load(tmp_path / "schedule.json")
     assert verify(schedule).ok
     assert "<svg" in (tmp_path / "schedule.svg").read_text()
@@ -40,13 +42,13 @@ def test_every_command_of_the_guide(settings: Settings, tmp_path: Path) -> None:
 
 
 def _as_shell(language: str, text: str) -> str:
-    return text if language == "bash" else f"python3 <<'PYTHON'\n{text}PYTHON\n"
+    return text if language == "bash" else f"python3 - <<'PYTHON'\n{text}PYTHON\n"
 
 
-def _run(script: str, folder: Path) -> str:
+def _run(script: str, folder: Path, commands: Path) -> str:
     """Output of a script; every command must succeed, and the server must refuse none of them."""
     own = {"OPTPIPE_KEY": "none-is-asked-for", "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join([str(commands), os.environ["PATH"]])
     strict = 'set -euo pipefail\ncurl() { command curl --fail-with-body "$@"; }\n'
     run = subprocess.run(
         ["bash", "-c", strict + script],

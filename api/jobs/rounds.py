@@ -8,24 +8,24 @@ from typing import Generic, TypeVar
 
 from api.jobs.database import end_tasks
 
-S = TypeVar("S", bound=Hashable)
-P = TypeVar("P", bound=Hashable)
-R = TypeVar("R")
+Subject = TypeVar("Subject", bound=Hashable)
+Position = TypeVar("Position", bound=Hashable)
+Answer = TypeVar("Answer")
 
 
-class Rounds(Generic[S, P, R]):
+class Rounds(Generic[Subject, Position, Answer]):
     """Reads of subjects, one of each at a time, from all positions that are asked for together.
 
     A read begins after each of its callers asked, so that it sees what was written before. Use it from one event loop.
     """
 
-    def __init__(self, read: Callable[[S, Collection[P]], Awaitable[Mapping[P, R]]]) -> None:
+    def __init__(self, read: Callable[[Subject, Collection[Position]], Awaitable[Mapping[Position, Answer]]]) -> None:
         self._read = read
-        self._next: dict[S, _Round[P, R]] = {}
+        self._next: dict[Subject, _Round[Position, Answer]] = {}
         """Rounds that have not begun."""
-        self._latest: dict[S, asyncio.Task[Mapping[P, R]]] = {}
+        self._latest: dict[Subject, asyncio.Task[Mapping[Position, Answer]]] = {}
 
-    async def ask(self, subject: S, position: P) -> R:
+    async def ask(self, subject: Subject, position: Position) -> Answer:
         """Answer of a read from a position. Raises what the read raises."""
         round = self._next.get(subject)
         if round is None:
@@ -41,7 +41,9 @@ class Rounds(Generic[S, P, R]):
                 self._begin(subject, round)
                 await end_tasks(round.task)
 
-    async def _run(self, subject: S, round: _Round[P, R], before: asyncio.Task[Mapping[P, R]] | None) -> Mapping[P, R]:
+    async def _run(
+        self, subject: Subject, round: _Round[Position, Answer], before: asyncio.Task[Mapping[Position, Answer]] | None
+    ) -> Mapping[Position, Answer]:
         try:
             if before is not None:
                 await asyncio.wait([before])
@@ -51,16 +53,16 @@ class Rounds(Generic[S, P, R]):
             if self._latest.get(subject) is round.task:
                 del self._latest[subject]
 
-    def _begin(self, subject: S, round: _Round[P, R]) -> None:
+    def _begin(self, subject: Subject, round: _Round[Position, Answer]) -> None:
         """Let nobody join the round any more."""
         if self._next.get(subject) is round:
             del self._next[subject]
 
 
-class _Round(Generic[P, R]):
+class _Round(Generic[Position, Answer]):
     """One read, and the positions that its callers ask for."""
 
-    task: asyncio.Task[Mapping[P, R]]
+    task: asyncio.Task[Mapping[Position, Answer]]
 
     def __init__(self) -> None:
-        self.positions: list[P] = []
+        self.positions: list[Position] = []

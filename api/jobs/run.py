@@ -43,7 +43,7 @@ from solver.limits import Cancel, Limits
 from solver.process import Child, ChildResult, Heartbeat, SolverDiedError, cpu_seconds_given, solve_in_child
 from solver.solution import Feed, Progress, Solution
 
-R = TypeVar("R")
+Result = TypeVar("Result")
 
 OnEvent = Callable[[Progress | FoundPlan | Heartbeat], None]
 
@@ -447,7 +447,7 @@ class Run:
             else:
                 await self._rest(BEAT_S)
 
-    async def _meanwhile_beating(self, function: Callable[..., R], *arguments: Any) -> R:
+    async def _meanwhile_beating(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """The result of a function in a thread; heartbeats keep the lease however long it takes."""
         working = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
         while not (await asyncio.wait([working], timeout=BEAT_S))[0]:

@@ -25,13 +25,13 @@ from api.service import Service, TheService
 
 PREFIXES: dict[JobKind, str] = {"solve": "/v1/schedules", "plan": "/v1/plans"}
 ROUTERS = [APIRouter(prefix=prefix, tags=[prefix.rpartition("/")[2]]) for prefix in PREFIXES.values()]
-F = TypeVar("F", bound=Callable[..., Any])
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
-def route(method: str, path: str, **options: Any) -> Callable[[F], F]:
+def route(method: str, path: str, **options: Any) -> Callable[[Handler], Handler]:
     """Decorator of a route that jobs of every kind have, under the prefix of each."""
 
-    def register(function: F) -> F:
+    def register(function: Handler) -> Handler:
         for router in ROUTERS:
             router.add_api_route(path, function, methods=[method], **options)
         return function

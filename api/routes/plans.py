@@ -158,7 +158,7 @@ async def schedule(
         found = await service.store.best_plan(job_id, owner, number + 1)
     else:
         body = (await service.store.problem_text(job_id, owner, "plan")).encode()
-        values = {name: entry[name] for name in FIELDS}
+        values = {name: entry[name] for name in FIELDS if name in entry}  # an older version had fewer
         text = await service.pool.run("plan_schedule", body, owner, values=values, max_ops=service.caps.max_ops)
         found = replace(plan, text=text.decode())
     return await documents.schedule_response(service, owner, job_id, found, format, drop_offload)
@@ -208,7 +208,7 @@ async def export(
     if text is None:  # the plan's schedule
         plan = await asyncio.to_thread(json.loads, best.text)
         names = FIELDS.keys() - {"schedule"} | {"seconds"}  # `best` has the method that found its schedule
-        taken = {name: plan["best"][name] for name in names}
+        taken = {name: plan["best"][name] for name in names if name in plan["best"]}
         number = next(one["solved"] for one in plan["strategies"] if "solved" in one and taken.items() <= one.items())
         text = (await service.store.best_plan(job_id, owner, number + 1)).text
     named = {"Content-Disposition": f'inline; filename="{file}"'}

@@ -8,6 +8,7 @@ from itertools import chain
 
 import numpy as np
 from matplotlib.collections import PolyCollection
+from matplotlib.legend import Legend
 from matplotlib.patches import Patch
 
 from examples.pictures.memory import draw_memory, highest_bytes
@@ -16,6 +17,7 @@ from optpipe.plot.legend import draw_legend_row
 from optpipe.plot.panel import (
     GUTTER_INCHES,
     Box,
+    Entry,
     Lane,
     Margins,
     Panel,
@@ -174,8 +176,16 @@ def _draw_legend(panel: Panel, strips: Sequence[Strip]) -> None:
     if any(strip.memory for strip in strips):
         rest += memory_entries(any(strip.timed.problem.devices[0].memory_bytes for strip in strips))
     width, height = panel.figure.get_size_inches()
-    for row, inches_below_top in ((ops, 0.16), (rest, 0.42)):
+
+    def draw(row: Sequence[Entry], inches_below_top: float) -> Legend:
         anchor = GUTTER_INCHES / width, 1 - inches_below_top / height
-        draw_legend_row(
+        return draw_legend_row(
             panel.figure, row, anchor, "center left", handlelength=1.6, handletextpad=0.5, columnspacing=1.2
         )
+
+    upper = draw(ops, 0.16)
+    while upper.get_window_extent().width > (width - 2 * GUTTER_INCHES) * panel.figure.dpi:
+        upper.remove()
+        rest.insert(0, ops.pop())
+        upper = draw(ops, 0.16)
+    draw(rest, 0.42)

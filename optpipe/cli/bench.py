@@ -73,7 +73,7 @@ def command(
     ] = None,
     seconds_ratio: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Fail if a run takes more than this many times the recorded seconds."),
+        typer.Option(min=1.0, max=1e6, help="Fail if a run takes more than this many times the recorded seconds."),
     ] = None,
     record: Annotated[bool, typer.Option("--record", help="Write better results to the suite file.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --record: write worse results too.")] = False,

@@ -61,7 +61,7 @@ def command(
     found, skipped = read_rows(rows, models)
     mine, others = split_rows(known, found)
     skipped = sorted([*skipped, *others], key=lambda one: one.name)
-    if not mine:
+    if not mine and not check:
         reasons = "; ".join(dict.fromkeys(one.reason for one in skipped[:SHOWN]))
         raise InputError([Issue("", "no_rows", f"has no row for {known.name}: {reasons}.")], str(rows))
     if not check:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,7 @@ from optpipe.cli.console import (
     check_picture,
     compile_once,
     ctrl_c_cancels,
-    doing,
+    doing_long,
     names_in,
     print_json,
     stderr,
@@ -106,11 +106,14 @@ def command(
     ]
     if plot:
         check_picture(plot)
-    tables = _load(documents, problem)
+    with doing_long("reading files"):
+        loaded = _load(documents, problem)
+    compile_once()  # before schedules of files are timed
+    with doing_long("timing schedules of files"):
+        tables = _tables(loaded)
     if plot and len(tables) > 1:
         detail = f"draws schedules of one problem, but {len(tables)} are given. Maybe compare one at a time."
         raise InputError([Issue("--plot", "several_problems", detail)])
-    compile_once()
     cancel = Cancel()
     with ctrl_c_cancels(cancel):
         for one in tables:
@@ -127,10 +130,9 @@ def command(
     return 130 if cancel.requested else 0
 
 
-def _load(paths: Sequence[Path], problem: Path | None) -> list[Table]:
-    """A table for each problem that is given or that a schedule answers, with rows of the schedules."""
+def _load(paths: Sequence[Path], problem: Path | None) -> dict[Path, Problem | Schedule]:
+    """The documents in files, problems first, then schedules, in the order of the files."""
     from optpipe.problem import Problem
-    from optpipe.schedule import Schedule
 
     csvs = [path for path in paths if is_torch_csv(path)]
     if problem is not None and not csvs:
@@ -143,9 +145,15 @@ def _load(paths: Sequence[Path], problem: Path | None) -> list[Table]:
         raise InputError([Issue("--problem", "missing", detail)])
     costs = problem or next(iter(problems), None)
     loaded |= {path: load_schedule_or(Problem, path, costs) for path in csvs}
+    return {path: loaded[path] for path in sorted(paths, key=lambda path: path not in problems)}
+
+
+def _tables(loaded: Mapping[Path, Problem | Schedule]) -> list[Table]:
+    """A table for each problem that is given or that a schedule answers, with rows of the schedules."""
+    from optpipe.schedule import Schedule
+
     tables: list[Table] = []
-    for path in sorted(paths, key=lambda path: path not in problems):
-        one = loaded[path]
+    for path, one in loaded.items():
         stated = one.problem if isinstance(one, Schedule) else one
         own = next((table for table in tables if table.problem == stated), None)
         if own is None:
@@ -175,10 +183,10 @@ def _fill(one: Table, names: Iterable[str], time_limit: float, cancel: Cancel, w
     for name in names:
         if cancel.requested:
             return
-        with doing(f"{name}, up to {time_limit:g} s"):
+        with doing_long(f"{name}, up to {time_limit:g} s"):
             one.rows.append(_run(one.problem, name, Limits(time_limit, cancel=cancel)))
     if one.problem.has_modes and with_uniform and not cancel.requested:
-        with doing("uniform choices of modes"):
+        with doing_long("uniform choices of modes"):
             one.rows.extend(_uniform(one.problem))
 
 
@@ -276,22 +284,22 @@ def _least_left(schedule: Schedule) -> str:
 
 
 def _worth(one: Table) -> str:
-    """Sentence on whether an order that was searched for pays, against the best rule that fits."""
+    """Sentence on whether an order that was searched for, or could be, pays against the best rule that fits."""
     rules, searched = (
         sorted((row.schedule.value_us, row.method) for row in one.rows if row.schedule and row.is_rule == is_rule)
         for is_rule in (True, False)
     )
-    if not searched:
-        return ""
-    best_us, best = searched[0]
     if not rules:
-        return f"no published schedule of these fits; {best} does"
+        return f"no published schedule of these fits; {searched[0][1]} does" if searched else ""
     rule_us, rule = rules[0]
+    best_us, best = searched[0] if searched else (rule_us, "")
     saved, most_saved = (1 - shorter_us / rule_us if rule_us else 0.0 for shorter_us in (best_us, one.bound_us))
     if saved >= SAME:
         return f"{best} saves {percent_text(saved)} of the step of {rule}, the shortest other schedule that fits"
     if most_saved < SAME:
         near = f"is within {percent_text(most_saved)} of the shortest" if most_saved > 0 else "is optimal"
         return f"{rule} {near}: change nothing"
-    most = percent_text(most_saved)
-    return f"{best} found nothing shorter than {rule} by {percent_text(SAME)}; no schedule can save more than {most}"
+    most = f"no schedule can save more than {percent_text(most_saved)} of the step of {rule}"
+    if not best:
+        return most
+    return f"{best} saves {f'less than {percent_text(SAME)}' if saved > 0 else 'nothing'}; {most}"

@@ -40,8 +40,7 @@ def _export_model(stated: Problem | Schedule, form: Literal["lp", "mps"]) -> Exp
     from solver.model_export import export_model
 
     compile_once()
-    with doing_long("stating the model"):
-        statement = export_model(stated.problem if isinstance(stated, Schedule) else stated)
+    statement = export_model(stated.problem if isinstance(stated, Schedule) else stated)
     sizes = {name: getattr(statement, name) for name in ("rows", "columns", "integer_columns", "time_unit_us")}
     size = f"{statement.rows:,} rows, {statement.columns:,} columns"
     return Exported(statement.to_text(form), sizes, f": {size}, {statement.integer_columns:,} of them integer")
@@ -52,8 +51,7 @@ def _export_settings(schedule: Schedule, trainer: Trainer) -> Exported:
     from solver.trainer_settings import nearest_settings, pipeline_settings
 
     compile_once()
-    with doing_long("simulating settings"):
-        found = nearest_settings(schedule, trainer)
+    found = nearest_settings(schedule, trainer)
     best = found[0]
     flags = [*pipeline_settings(schedule.problem, trainer), *best.settings]
     lost = _lost(schedule, best)
@@ -220,7 +218,8 @@ def command(
     with doing_long(f"reading {document.name}"):
         other = others.get(chosen.document)
         loaded = load_schedule_or(other, document, problem) if other else load_schedule(document, problem)
-    exported = chosen.export(loaded, **({"drop_offload": True} if drop_offload else {}))
+    with doing_long(f"exporting to {to}"):
+        exported = chosen.export(loaded, **({"drop_offload": True} if drop_offload else {}))
     write_atomically(output, exported.content)
     for note in exported.notes:
         stderr().print(note)

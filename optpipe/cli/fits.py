@@ -23,6 +23,7 @@ from optpipe.cli.strategy_options import (
     ShardingChoice,
     SoftwareName,
 )
+from optpipe.errors import InputError, Issue, MethodError
 from optpipe.units import budget_text, bytes_text, change_text, share_text, time_text
 
 if TYPE_CHECKING:
@@ -44,19 +45,27 @@ def command(
     etp: Degree = 1,
     pp: Degree = 1,
     vpp: Degree = 1,
-    dp: Annotated[int | None, typer.Option(min=1, help="Replicas; default: what the GPUs leave.")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, max=2**20, help="Replicas; default: what the GPUs leave.")] = None,
     microbatch_size: Annotated[int, typer.Option(min=1, max=10**6, help="Sequences in a microbatch.")] = 1,
     schedule: Annotated[
         str | None,
         typer.Option(
             help="A published schedule (`optpipe methods`), or a file with one; default: 1f1b, or interleaved-1f1b "
-            "where a device has several stages.",
+            "where a device has several stages, or vocab-2 where all have rows of the output layer.",
             metavar="NAME|FILE",
         ),
     ] = None,
     precision: Annotated[PrecisionChoice, typer.Option(help="Operands of products.")] = PrecisionChoice.BF16,
     sharding: Annotated[ShardingChoice, typer.Option(help="States that replicas divide.")] = ShardingChoice.OPTIMIZER,
     recompute: Annotated[RecomputeChoice, typer.Option(help="What B computes again.")] = RecomputeChoice.NONE,
+    vocabulary: Annotated[
+        str,
+        typer.Option(
+            help="Place of the output layer: last (the last stage, with layers), own (a stage of its own), spread (its "
+            "rows on all devices of the pipeline, which no trainer but `optpipe train` runs).",
+            metavar="NAME",
+        ),
+    ] = "last",
     expert_imbalance: ExpertImbalance = None,
     software: SoftwareName = "",
     as_json: AsJson = False,
@@ -70,22 +79,31 @@ def command(
     from optpipe.cluster.model import load_model
     from optpipe.cluster.software import software_of
     from solver.layout.fitting import Job, cheapest_change, ranks_of
+    from solver.layout.strategies import WITH_PASSES, check_values, require_stages
 
+    check_values("vocabulary", [vocabulary], "--vocabulary")
     strategy = Degrees(gpus, tp, cp, ep, etp, pp, vpp, dp).strategy(
         microbatch_size=microbatch_size,
         precision=precision.value,
         sharding=sharding.value,
         recompute=recompute.value,
+        vocabulary=vocabulary,
         expert_imbalance=1.0 if expert_imbalance is None else expert_imbalance,
     )
-    default = "1f1b" if vpp == 1 else "interleaved-1f1b"
     file = Path(schedule) if schedule and Path(schedule).exists() else None
+    default = WITH_PASSES if vocabulary == "spread" and not file else "1f1b" if vpp == 1 else "interleaved-1f1b"
     strategy = replace(strategy, schedule=default if file or schedule is None else schedule)
     known = Machine.load(machine)
     job = Job(load_model(model), known, sequence, global_batch, software_of(software), software)
-    job.check(strategy)
+    job.require_rates([strategy.precision])
+    job.rules(gpus).require(strategy)
+    if file is None:
+        require_stages(strategy)
     with doing_long(f"timing {strategy.schedule} of {job.model.name}"):
-        ranks = ranks_of(job, strategy, file or strategy.schedule)
+        try:
+            ranks = ranks_of(job, strategy, file or strategy.schedule)
+        except MethodError as error:  # its exit code is that of a job that does not fit
+            raise InputError([Issue("schedule", "cannot_run", f"cannot run: {error}")]) from None
     capacity = known.facts.memory_bytes
     fits = all(rank.total <= capacity for rank in ranks)
     change = None if fits else cheapest_change(job, strategy)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.cli.console import AsJson, print_json, stdout, table
-from optpipe.units import share_text
+from optpipe.units import bytes_text, share_text, time_text
 
 if TYPE_CHECKING:
     from optpipe.cluster.machine import Machine
@@ -61,27 +61,38 @@ def _print_all(found: list[Machine]) -> None:
     )
 
 
+def _fact_text(name: str, value: float) -> str:
+    """A fact in the unit that people name it in."""
+    if name.startswith("operations"):
+        return f"{value / 1e12:,.1f} TFLOP/s"
+    if name.endswith("_bytes_per_s"):
+        return f"{value / 1e9:,.10g} GB/s"
+    if name.endswith("_us"):
+        return time_text(value)
+    return bytes_text(value) if name.endswith("_bytes") else f"{value:,}"
+
+
 def _print(machine: Machine) -> None:
     console = stdout()
     facts = table("fact", "value", "source")
     facts.columns[-1].justify = "left"
     for name, value in machine.facts.model_dump(exclude_none=True).items():
-        facts.add_row(name, f"{value:,.0f}", machine.sources.get(name, "default"))
+        facts.add_row(name, _fact_text(name, value), machine.sources.get(name, "default"))
     console.print(facts)
     if not machine.efficiencies:
         console.print(f"Nothing was measured on {machine.name}: predictions take efficiencies of other machines.")
         return
     from optpipe.cluster.machine import SHARES
 
-    rows = table("software", "precision", *SHARES, "launch us", "step ms", "steps", "error", "unseen models")
+    rows = table("software", "precision", *SHARES, "launch", "step", "steps", "error", "unseen models")
     for one in machine.efficiencies:
         unseen = "-" if one.unseen_model_error is None else share_text(one.unseen_model_error)
         rows.add_row(
             one.software or "any",
             one.precision,
             *(f"{getattr(one, name):.2f}" for name in SHARES),
-            f"{one.launch_us:.0f}",
-            f"{one.step_us / 1000:.1f}",
+            time_text(one.launch_us),
+            time_text(one.step_us),
             str(one.rows),
             "-" if one.median_error is None else share_text(one.median_error),
             unseen,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.cli.console import (
-    LONG_S,
     AsJson,
     compile_once,
     ctrl_c_cancels,
@@ -22,17 +20,17 @@ from optpipe.cli.console import (
     parse_share,
     parse_size,
     print_json,
-    stderr,
     stdout,
     table,
 )
+from optpipe.cli.plan_layouts import SHOWN, layout_document, print_layouts, progress_printer
 from optpipe.cli.plan_why import AskedLayout
 from optpipe.cli.solve import TimeLimit
 from optpipe.errors import InputError, Issue, NoSolutionError, shown
 from optpipe.files import check_writable, write_atomically
 from optpipe.mode_names import OFFLOAD, parse_modes
 from optpipe.placement import DEFAULT_PLACEMENTS, parse_placement
-from optpipe.units import bytes_text, change_text, share_text, time_text, times_text
+from optpipe.units import share_text, times_text
 
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
@@ -41,17 +39,9 @@ if TYPE_CHECKING:
     from optpipe.sequences import Lengths, SliceBy
     from solver.layout.candidates import Search
     from solver.layout.imbalance import InOrder
-    from solver.layout.ranking import Judged, OnJudged
-    from solver.limits import Limits
-
-SHOWN = 24
-"""Most rows of the table, and most reasons printed if no layout has a schedule; `--json` has all."""
 
 MOST_ORDER = 64
 """Most microbatches whose order is printed; the schedule has all."""
-
-SAME = 1e-9
-"""Share by which a bound may be below a value that it proves: sums of decimal times differ by as much."""
 
 MAX_DIGITS = 7
 """Digits of the largest global batch."""
@@ -184,9 +174,15 @@ def command(
             help="Share of the device memory to keep free, for sizes that depend on the data; default: 0%.",
         ),
     ] = None,
-    objective: Annotated[str, typer.Option(help="Objective: makespan or device_span.")] = "makespan",
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            help="makespan or device_span, default: makespan; with --gpus time, or memory: the least on the fullest "
+            "rank, default: time."
+        ),
+    ] = None,
     time_limit: TimeLimit = 60.0,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads; default: all cores.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads; default: all cores.")] = None,
     gpus: Annotated[
         int | None, typer.Option(min=1, max=2**20, help="GPUs of the whole job.", rich_help_panel=CLUSTER)
     ] = None,
@@ -214,6 +210,15 @@ def command(
             rich_help_panel=CLUSTER,
         ),
     ] = Tried.BOTH,
+    vocabulary: Annotated[
+        str | None,
+        typer.Option(
+            help="Allowed places of the output layer: last (the last stage, with layers), own (a stage of its own), "
+            "spread (its rows on all devices of the pipeline, which no trainer but `optpipe train` runs); default: "
+            "last,own.",
+            metavar="A,B",
+        ),
+    ] = None,
     expert_imbalance: Annotated[
         float | None,
         typer.Option(
@@ -279,16 +284,14 @@ def command(
             "--lengths": lengths,
             "--memory": memory,
             "--memory-margin": memory_margin,
-            "--objective": None if objective == "makespan" else objective,
         }
         _refuse(of_layers, "with --gpus: the model's layers are costed by formula. Maybe leave it out.")
-        if offload is Tried.YES:
-            detail = "is yes, but with --gpus strategies are rated without offload. Maybe leave it out: the best are "
-            raise InputError([Issue("--offload", "not_rated", f"{detail}solved with offload too.")])
-        fixed["offload"] = "no" if offload is Tried.NO else None
+        fixed |= {"offload": None if offload is Tried.BOTH else offload.value, "vocabulary": vocabulary}
         if global_batch is None:
             raise InputError([Issue("--global-batch", "missing", "is missing. Maybe --global-batch 512.")])
-        question = Question(layers, gpus, machine, sequence, global_batch, software, fixed, expert_imbalance, why, plot)
+        question = Question(
+            layers, gpus, machine, sequence, global_batch, software, fixed, expert_imbalance, objective, why, plot
+        )
         return plan_model(question, time_limit, workers, output, as_json)
     of_cluster: dict[str, object] = {f"--{name.replace('_', '-')}": value for name, value in fixed.items()}
     of_cluster |= {"--plot": plot, "--expert-imbalance": expert_imbalance}
@@ -337,8 +340,12 @@ def command(
     if slices is None and slice_by is not None:
         detail = "has no meaning here: --slices is not given. Maybe --slices 1,2,4."
         raise InputError([Issue("--slice-by", "meaningless", detail)])
-    search = _search(profile, devices, global_batch, microbatch_sizes, placements, offload, objective, modes)
+    search = _search(
+        profile, devices, global_batch, microbatch_sizes, placements, offload, objective or "makespan", modes
+    )
     search = _of_unequal(profile, search, slices, slice_by, given)
+    if vocabulary is not None:
+        search = replace(search, vocabulary=_places(profile, vocabulary))
     search = replace(search, documents=(search.documents or global_batch) * profile.parallel.data)
     named = {} if given_cut is None else {given_cut: GIVEN}
     asked = None
@@ -354,7 +361,7 @@ def command(
         layouts = chain(*known, searched)
     what = f"judging layouts of {profile.name or Path(layers).name} for up to {time_limit:g} s"
     with doing_long(what), ctrl_c_cancels(limits.cancel):
-        judged = rank(layouts, limits, _progress_printer(limits))
+        judged = rank(layouts, limits, progress_printer(limits))
     best = judged[0].schedule
     if best is None:
         if limits.cancel.requested:
@@ -367,14 +374,14 @@ def command(
         write_atomically(output, schedule_text(best))
     imbalance = None if given is None else _Imbalance.of(profile, best, given)
     if as_json:
-        document: dict[str, Any] = {"layouts": [_document(one, profile) for one in judged]}
+        document: dict[str, Any] = {"layouts": [layout_document(one) for one in judged]}
         document |= {"gpus": _gpus(profile, devices), "global_batch": global_batch * profile.parallel.data}
         document |= {"output": str(output) if output else None}
         print_json(document | ({"lengths": imbalance.document()} if imbalance else {}))
     elif asked is not None:
         asked.print(judged)
     else:
-        _print(judged, profile, output)
+        print_layouts(judged, output)
         _print_job(profile, devices, global_batch)
         if imbalance:
             imbalance.print()
@@ -420,6 +427,18 @@ def _search(
     return Search(devices, global_batch, microbatch_sizes, names, choices, aim, recomputing)
 
 
+def _places(profile: LayerProfile, text: str) -> list[str]:
+    """Places of the last layer from the option. Raises InputError."""
+    from solver.layout.strategies import check_values
+
+    places = names_in(text)
+    check_values("vocabulary", places, "--vocabulary")
+    if profile.spread is not None:
+        detail = "has no meaning here: the profile has its head on all devices. Maybe leave it out."
+        raise InputError([Issue("--vocabulary", "meaningless", detail)])
+    return places
+
+
 def _of_unequal(
     profile: LayerProfile, search: Search, slices: str | None, slice_by: SliceChoice | None, lengths: Lengths | None
 ) -> Search:
@@ -437,7 +456,9 @@ def _of_unequal(
         count = int(part) if part.isdecimal() and len(part) <= MAX_DIGITS else 0
         sequence = profile.sequence or 10**MAX_DIGITS
         if not 1 <= count <= sequence:
-            detail = f"holds {shown(part)}, but a sequence of {sequence:,} tokens has from 1 to as many slices."
+            detail = (
+                f"holds {shown(part)}, but a sequence of {sequence:,} tokens has from 1 to as many slices. Maybe 1,2,4."
+            )
             raise InputError([Issue("--slices", "out_of_range", detail)])
         counts.append(count)
     if max(counts) > 1:
@@ -537,167 +558,8 @@ def _microbatch_sizes(
         size = int(part) if part.isdecimal() and len(part) <= MAX_DIGITS else 0
         if size < 1 or global_batch % size:
             share = f" over parallel.data {replicas}, {global_batch}" if replicas > 1 else ""
-            detail = f"holds {shown(part)}, which does not divide --global-batch {global_batch * replicas}{share}."
+            whole = f"--global-batch {global_batch * replicas}{share}"
+            detail = f"holds {shown(part)}, which does not divide {whole}. Maybe 1."
             issues.append(Issue("--microbatch-sizes", "no_divisor", detail))
         sizes.append(size)
     return sizes
-
-
-def _progress_printer(limits: Limits) -> OnJudged:
-    """Return a callback that prints on stderr each layout better than all before it, and counts after long silence."""
-    best_us, shown_s = float("inf"), limits.seconds
-    rated: set[str] = set()
-    solved: set[str] = set()
-
-    def show(one: Judged) -> None:
-        nonlocal best_us, shown_s
-        (solved if one.solved else rated).add(one.candidate.name)
-        if one.value_us < best_us:
-            best_us = one.value_us
-            stderr().print(f"{time_text(one.value_us):>10}  {one.candidate.name}")
-        elif limits.seconds > shown_s + LONG_S:
-            stderr().print(f"{limits.seconds:.0f} s: {len(rated)} cuts rated, {len(solved)} solved")
-        else:
-            return
-        shown_s = limits.seconds
-
-    return show
-
-
-def _document(one: Judged, profile: LayerProfile) -> dict[str, Any]:
-    from optpipe.export.megatron_layout import layout_of_partition
-    from solver.layout.why import time_by_kind_us
-
-    candidate, schedule = one.candidate, one.schedule
-    layout = candidate.layout
-    return {
-        "placement": candidate.placement,
-        "cut": candidate.cut,
-        "layers_of_stages": list(layout.sizes) if layout else None,
-        "devices_of_stages": list(layout.placement) if layout else None,
-        "megatron_layout": layout_of_partition(layout, profile) if layout else None,
-        "microbatch_size": candidate.batching.microbatch_size,
-        "microbatches": candidate.batching.microbatches,
-        "offload": candidate.offload,
-        "slices": max(1, len(candidate.slices)),
-        "slice_lengths": list(candidate.slices) or None,
-        "value_us": one.value_us if one.value_us < float("inf") else None,
-        "bound_us": one.bound_us if one.bound_us < float("inf") else None,
-        "every_cut_bound_us": candidate.every_cut_us if candidate.every_cut_us < float("inf") else None,
-        "sequences_per_s": one.sequences_per_s,
-        "bubble": schedule.bubble if schedule else None,
-        "peak_bytes": schedule.largest_peak_bytes if schedule else None,
-        "host_peak_bytes": one.host_peak_bytes,
-        "recomputed": one.recomputed,
-        "method": schedule.method if schedule else None,
-        "end": one.end,
-        "why_not": one.why_not,
-        "time_by_kind_us": time_by_kind_us(schedule) if schedule else None,
-    }
-
-
-def _best_and_named(judged: Sequence[Judged]) -> list[Judged]:
-    """The best cut, the even one and a given one of each combination of the other choices, in the order given."""
-    from solver.layout.given import GIVEN
-
-    shown: dict[tuple[object, ...], Judged] = {}
-    named = ("even", GIVEN)
-    return [one for one in judged if shown.setdefault(one.candidate.choice, one) is one or one.candidate.cut in named]
-
-
-def _rated_choices(judged: Sequence[Judged]) -> tuple[set[tuple[object, ...]], set[tuple[object, ...]]]:
-    """All combinations of the choices other than the cut, and those of which a cut was rated."""
-    rated = {one.candidate.choice for one in judged if one.rated}
-    return {one.candidate.choice for one in judged}, rated
-
-
-def _what_is_known(judged: Sequence[Judged]) -> str:
-    """Sentences on how much was rated and solved, and on what is proved of other cuts."""
-    choices, rated = _rated_choices(judged)
-    cuts, solved = sum(one.rated for one in judged), sum(one.solved for one in judged)
-    best_us = judged[0].value_us
-    ends = Counter(one.end for one in judged)
-    counts = (
-        f"rated {len(rated)} of {len(choices)} layouts with {cuts} cuts of them, solved {solved}; {ends['beaten']} are "
-        f"beaten by their bounds, {ends['does_not_fit']} do not fit"
-    )
-    if len(rated) < len(choices):
-        return f"{counts}: the time was over. Maybe a longer --time-limit, or fewer --placements."
-    least_us_of: defaultdict[tuple[object, ...], float] = defaultdict(float)
-    for one in judged:
-        least_us_of[one.candidate.choice] = max(least_us_of[one.candidate.choice], one.candidate.every_cut_us)
-    least_us = min(least_us_of.values())
-    if least_us >= best_us * (1 - SAME):
-        return f"{counts}; no cut of them has a shorter step"
-    own_us = min(judged[0].bound_us, best_us)
-    return f"{counts}; bound of this cut {time_text(own_us)}" + (
-        f", of every cut {time_text(least_us)} ({change_text(least_us, best_us)})" if least_us > 0 else ""
-    )
-
-
-def _reason(one: Judged, best: Judged) -> str:
-    """The time that an alternative with a value loses to the best, and to what."""
-    from solver.layout.why import losses_text, time_by_kind_us
-
-    change = one.why_not or change_text(one.value_us, best.value_us)
-    if one.schedule is None or best.schedule is None or not best.value_us:
-        return change
-    mine, others = time_by_kind_us(one.schedule), time_by_kind_us(best.schedule)
-    lost = losses_text({kind: mine[kind] - others[kind] for kind in mine}, best.value_us)
-    return f"{change}: {lost}" if lost else change
-
-
-def _print(judged: Sequence[Judged], profile: LayerProfile, output: Path | None) -> None:
-    from optpipe.export.megatron_layout import layout_of_partition
-    from solver.layout.given import GIVEN
-
-    sliced = ("slices",) if any(one.candidate.slices for one in judged) else ()
-    choices = ("placement", "cut", "microbatch", *sliced, "offload")
-    again = ("recomputed",) if any(one.recomputed for one in judged) else ()
-    rows = table(*choices, "step", "sequences / s", "bubble", "peak", "host", *again, "", left=(0, 1), wraps=True)
-    best = judged[0]
-    shown = _best_and_named(judged)
-    every, rated = _rated_choices(judged)
-    complete = len(rated) == len(every)
-    steps = times_text([one.value_us if one.value_us < float("inf") else None for one in shown[:SHOWN]])
-    for one, step in zip(shown, steps, strict=False):
-        candidate, schedule = one.candidate, one.schedule
-        size = f"{candidate.batching.microbatches} x {candidate.batching.microbatch_size}"
-        figures, reason = ["-"] * (5 + len(again)), one.why_not
-        if one.value_us < float("inf"):
-            rate = "-" if one.sequences_per_s is None else f"{one.sequences_per_s:,.2f}"
-            figures[:2] = [step, rate]
-            if schedule is not None:
-                figures[2:4] = [share_text(schedule.bubble), bytes_text(schedule.largest_peak_bytes)]
-                figures[4:] = [bytes_text(one.host_peak_bytes), *(f"{one.recomputed:,}" for _ in again)]
-            if one is not best:
-                reason = _reason(one, best)
-        offload = "yes" if candidate.offload else "no"
-        where = candidate.placement, candidate.cut, size, *(str(max(1, len(candidate.slices))) for _ in sliced)
-        first = "best" if complete else "best of those rated"
-        rows.add_row(*where, offload, *figures, first if one is best else reason)
-    console = stdout()
-    console.print(rows)
-    if len(judged) > min(len(shown), SHOWN):
-        console.print(f"and {len(judged) - min(len(shown), SHOWN)} more, none better; --json lists all")
-    console.print(_what_is_known(judged))
-    assert best.candidate.layout is not None
-    cut = ",".join(map(str, best.candidate.layout.sizes))
-    console.print(
-        f"layers of each stage: {' '.join(map(str, best.candidate.layout.sizes))} (optpipe train --cut {cut})"
-    )
-    if megatron := layout_of_partition(best.candidate.layout, profile):
-        console.print(f"for Megatron-LM: --pipeline-model-parallel-layout '{megatron}'")
-    given = min((one for one in judged if one.candidate.cut == GIVEN), key=lambda one: one.value_us, default=None)
-    if given is not None:
-        change = f"{change_text(given.value_us, best.value_us)} against the best" if given is not best else "the best"
-        bound = f"; at least {time_text(given.bound_us)} by any schedule" if given.bound_us else ""
-        console.print(
-            f"--layout takes {time_text(given.value_us)} by {given.schedule.method}, {change}{bound}"
-            if given.schedule
-            else f"--layout has no schedule: {given.why_not}"
-        )
-    if best.candidate.slices:
-        console.print(f"tokens of each slice: {' '.join(f'{length:,}' for length in best.candidate.slices)}")
-    if output:
-        console.print(f"wrote {output}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from optpipe.cli.console import (
     table,
 )
 from optpipe.cli.plan_why import print_losses
-from optpipe.errors import InputError, Issue
+from optpipe.errors import InputError, Issue, shown
 from optpipe.files import check_writable, make_folder, write_atomically
 from optpipe.units import bytes_text, change_text, share_text, time_text, times_text
 
@@ -48,6 +49,7 @@ class Question:
     software: str
     fixed: Mapping[str, str | None]
     expert_imbalance: float | None
+    objective: str | None
     why: str | None
     plot: Path | None
 
@@ -65,6 +67,9 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     fixed = {name: _values(name, text) for name, text in question.fixed.items() if text is not None}
     if question.expert_imbalance is not None:
         fixed["expert_imbalance"] = [question.expert_imbalance]
+    if question.objective not in (None, "time", "memory"):
+        detail = f"is {shown(question.objective)} but must be time or memory with --gpus. Maybe leave it out."
+        raise InputError([Issue("--objective", "unknown", detail)])
     wanted = read_degrees(question.why, "--why") if question.why else None
     if question.plot is not None:
         check_picture(question.plot)
@@ -93,12 +98,21 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
         first = plan.ratings[0]
         if not plan.solved and not as_json:
             stderr().print(plan_table(plan, FIRST))
-        fastest = f"fastest {first.name}: {time_text(1e6 * first.seconds)}" if first.end == "solved" else "none fits"
+        what = "fastest" if plan.objective == "time" else "least memory with"
+        fastest = f"{what} {first.name}: {time_text(1e6 * first.seconds)}" if first.end == "solved" else "none fits"
         stderr().print(f"{len(plan.ratings):,} strategies rated; {fastest}")
 
     what = f"planning {job.model.name} on {question.gpus:,} GPUs for up to {time_limit:g} s"
     with doing_long(what), ctrl_c_cancels(limits.cancel):
-        plan = plan_cluster(job, question.gpus, fixed, limits, say, lambda: compile_within(limits))
+        plan = plan_cluster(
+            job,
+            question.gpus,
+            fixed,
+            limits,
+            say,
+            lambda: compile_within(limits),
+            objective="memory" if question.objective == "memory" else "time",
+        )
     document = plan.document()
     if output is not None and not plan.complete:
         _write(plan, document, output)
@@ -170,13 +184,18 @@ def _print(plan: Plan, output: Path | None) -> None:
         console.print("nothing fits. Maybe more GPUs; the least that was needed: " + plan.ratings[0].reason)
         return
     bound_s = min(one.bound_s for one in plan.ratings)
-    console.print(
-        f"take {best.name}: {time_text(1e6 * best.seconds)} a step; no strategy takes less than "
-        f"{time_text(1e6 * bound_s)} by this cost model"
-    )
+    step = f"take {best.name}: {time_text(1e6 * best.seconds)} a step"
+    if plan.objective == "memory":
+        fastest_s = min(one.seconds for one in plan.ratings)
+        console.print(
+            f"{step}, {change_text(best.seconds, fastest_s)} to the fastest; {bytes_text(best.memory_bytes)} on its "
+            "fullest rank are the least of all strategies with a published schedule"
+        )
+    else:
+        console.print(f"{step}; no strategy takes less than {time_text(1e6 * bound_s)} by this cost model")
     if not plan.error:
         console.print(f"nothing was measured on {plan.job.machine.name}: these are guesses from other machines")
-    elif plan.ties > 1:
+    elif plan.ties > 1 and plan.objective == "time":
         console.print(
             f"half of the published steps on {plan.job.machine.name} are predicted within {share_text(plan.error)}: "
             f"{plan.ties:,} strategies tie with the fastest, and this is the simplest of them"
@@ -189,18 +208,24 @@ def _print(plan: Plan, output: Path | None) -> None:
 
 
 def _of_vocabulary(plan: Plan) -> Iterator[str]:
-    """A sentence where the output layer is too long for any cut to even out."""
-    layer = plan.vocabulary
-    if layer is None or layer.layers <= layer.most_layers:
+    """Sentences on an output layer whose rows are on all devices, or would make a step faster there."""
+    if plan.best.strategy.vocabulary == "spread":
+        yield "no trainer but optpipe train runs the passes of an output layer with its rows on all devices"
+    layer = plan.output_layer
+    if layer is None or not layer.may_be_spread:
         return
     text = (
         f"the output layer takes as long as {layer.layers:.1f} layers, and with pp={plan.best.strategy.pipeline} a cut "
         f"evens out {layer.most_layers:.1f} at most"
     )
-    if layer.spread_s < layer.last_s:
+    rated = layer.rated.get("spread")
+    if plan.best.strategy.vocabulary != "spread" and rated is not None and rated.seconds < inf:
+        seconds, by = rated.seconds, "the published schedule"
+        if plan.spread is not None and plan.spread.seconds < seconds:
+            seconds, by = plan.spread.seconds, "a schedule that was searched"
         text += (
-            f": with its rows on all devices (spread passes) the published schedule takes "
-            f"{time_text(1e6 * layer.spread_s)} in place of {time_text(1e6 * layer.last_s)}"
+            f": with its rows on all devices (--vocabulary spread) a step takes {time_text(1e6 * seconds)} by {by} "
+            f"({change_text(seconds, plan.best.seconds)})"
         )
     yield text
 

@@ -26,6 +26,7 @@ CHOICES: Mapping[str, Callable[[Candidate], str]] = {
     "microbatch_size": lambda one: str(one.batching.microbatch_size),
     "slices": lambda one: str(max(1, len(one.slices))),
     "offload": lambda one: "yes" if one.offload else "no",
+    "vocabulary": lambda one: one.vocabulary,
 }
 """Choices of a layout by name, as their values are written."""
 
@@ -64,6 +65,7 @@ class AskedLayout:
             "microbatch_size": search.microbatch_sizes,
             "slices": search.slices,
             "offload": ["yes" if offload else "no" for offload in search.offload],
+            "vocabulary": [*search.vocabulary],
         }
         for name, values in searched.items():
             if name in choices and choices[name] not in map(str, values):

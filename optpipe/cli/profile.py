@@ -122,6 +122,7 @@ def command(
         int | None,
         typer.Option(
             min=1,
+            max=10**6,
             help="With --from-run and --memory: microbatches after which PlannedSchedule is to reduce gradients. 1 "
             "leaves more memory where a device has several stages. Default: once a step.",
         ),
@@ -147,7 +148,7 @@ def command(
         int | None, typer.Option(min=1, max=4096, help="Sequences in a microbatch; default: 4.")
     ] = None,
     sequence: Annotated[
-        int | None, typer.Option(min=1, help="Bytes of text in a sequence; default: the model's maximum.")
+        int | None, typer.Option(min=1, max=2**24, help="Bytes of text in a sequence; default: the model's maximum.")
     ] = None,
     dtype: Annotated[
         Precision | None, typer.Option(help="Precision of the model; default: float32, or bfloat16 for --machine.")
@@ -263,9 +264,9 @@ def command(
         _refuse("--model", f"is {model}, whose callable decides it", gpt)
     else:
         _refuse("--model", f"is {model}, which has its own text", {"--data": data})
-        _refuse("--model", f"is {model}, whose layers are spread evenly", {"--cut": cut})
     if form is Format.LAYERS:
-        _refuse("--format", "is layers, which are not cut", {"--cut": cut if model.startswith("hf:") else None})
+        own = ":" in model and not model.startswith("hf:")
+        _refuse("--format", "is layers, which are not cut", {"--cut": None if own else cut})
         if modes is not None and any(name not in ("offload", "selective") for name in parse_modes(modes, "--modes")):
             detail = (
                 f"is {modes}, but of a layer only 'selective' is measured, from which 'optpipe plan --modes' makes the "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.text import Text
 
-from optpipe.cli.console import doing, print_json, stderr, stdout
+from optpipe.cli.console import doing, doing_long, print_json, stderr, stdout
 from optpipe.cli.profile_report import document as measured_document
 from optpipe.cli.profile_report import print_check, print_layers, print_slices, print_stages
 from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError, needs_extra
@@ -112,7 +112,7 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
 
             schedule = _quick_schedule(problem)
             cut = chain.in_slices(measured.slice_lengths) if measured.slice_lengths else [chain]
-            with doing(f"running steps of {schedule.method}"):
+            with doing_long(f"running steps of {schedule.method}"):
                 check = check_prediction(measured, cut, schedule, device, options.memory_margin)
     if as_json:
         print_json(measured_document(measured, check, output, document.format))
@@ -146,7 +146,7 @@ def predict_model(model: str, options: Options, machine: str, output: Path, as_j
         detail = "is given, but one process predicts all layers. Maybe leave torchrun out."
         raise InputError([Issue("--machine", "many_processes", detail)])
     known, run = Machine.load(machine), WithoutValues()
-    with doing(f"running {model} without values"):
+    with doing_long(f"running {model} without values"):
         with nullcontext() if model.startswith("hf:") else run:
             subject, _, each = _subject_and_placement(model, options)
         memory_bytes = options.memory_bytes and without_margin(options.memory_bytes, options.memory_margin)
@@ -225,6 +225,7 @@ def _hugging_face(model: str, options: Options) -> tuple[Subject, Sequence[int],
     """Build the stages of a model of transformers; in a layer profile one layer of those that are equal."""
     from optpipe.models.hugging_face import SLICED, HuggingFace
     from optpipe.models.loss import LabelLoss, PerToken
+    from optpipe.partition import name_with_sizes
     from optpipe.profile.subject import Subject, sampled
     from optpipe.train.config import ModelConfig
     from optpipe.train.tasks.hugging_face import HuggingFaceBatches
@@ -263,15 +264,18 @@ def _hugging_face(model: str, options: Options) -> tuple[Subject, Sequence[int],
         built = found.build_stages(() if options.machine is not None else measured, compared)
         stages, placed = [built[u] for u in measured], range(len(measured))
         each = [(str(unit), measured.index(u)) for unit, u in zip(found.units, alike, strict=True)]
-    subject = Subject(f"{batches.name}, {options.dtype}", stages, *batch[0], loss, compared=len(compared))
+    name = f"{batches.name}, {options.dtype}"
+    name = name if options.cut is None else name_with_sizes(name, found.sizes)
+    subject = Subject(name, stages, *batch[0], loss, compared=len(compared))
     return sampled(subject, batch), placed, each
 
 
 def _build_gpt(model: str, options: Options, stages: int) -> Subject:
     """Build the GPT of a size, with a microbatch of text. Raises InputError for an unknown size or wrong options."""
+    from optpipe.partition import name_with_sizes
     from optpipe.profile.subject import Subject
     from optpipe.train.config import SIZES, GPTShape, ModelConfig
-    from optpipe.train.tasks.gpt import Batches, build_stages, byte_loss, gpt_name, standard_library_text
+    from optpipe.train.tasks.gpt import Batches, build_stages, byte_loss, gpt_name, gpt_sizes, standard_library_text
 
     layers = options.layers or stages
     issues = []
@@ -292,8 +296,10 @@ def _build_gpt(model: str, options: Options, stages: int) -> Subject:
     text = standard_library_text()
     batches = Batches(text, microbatches=1, size=options.microbatch_size, sequence=sequence, seed=0)
     [inputs], [targets] = batches.batch(0)
-    modules = build_stages(shape, stages, 0, ModelConfig(dtype=options.dtype).torch_dtype)
+    sizes = gpt_sizes(shape, stages, options.cut, "--cut")
+    modules = build_stages(shape, sizes, 0, ModelConfig(dtype=options.dtype).torch_dtype)
     name = f"{gpt_name(model, layers, options.microbatch_size, sequence)}, {options.dtype}"
+    name = name if options.cut is None else name_with_sizes(name, sizes)
     return Subject(name, modules, inputs, targets, byte_loss)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.cli.console import stdout, table
 from optpipe.kinds import WITHOUT_MODES
-from optpipe.stage import Workspace
 from optpipe.units import bytes_text, percent_text, share_text, time_text, times_text
 
 if TYPE_CHECKING:
@@ -64,6 +63,7 @@ def print_layers(profile: LayerProfile) -> None:
 def print_stages(measured: Measured) -> None:
     """Print two tables, times and memory of the stages, and the cost of copies."""
     from optpipe.profile.ops import kinds_of_mode
+    from optpipe.stage import Workspace
 
     console = stdout()
     times = table("stage", "device", *WITHOUT_MODES, "to the next stage")

@@ -190,7 +190,7 @@ def create(
     of: Annotated[
         UUID | None, typer.Option(help="Key whose jobs it is for, instead of its own; as `optpipe keys list` shows it.")
     ] = None,
-    expires_days: Annotated[float | None, typer.Option(min=0, max=36500, help="Days until it expires.")] = None,
+    expires_days: Annotated[float | None, typer.Option(min=0.001, max=36500, help="Days until it expires.")] = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> int:

@@ -15,6 +15,7 @@ from optpipe.cli.console import (
     compile_once,
     ctrl_c_cancels,
     doing,
+    doing_long,
     parse_size,
     print_json,
     stderr,
@@ -214,7 +215,7 @@ def _run_custom(problem: Problem, method: str, limits: Limits) -> ChildResult:
     from solver.solve import solve
 
     name = register_file(method, "--method").name
-    with doing(f"running {name}"):
+    with doing_long(f"running {name}"):
         schedule = solve(problem, name, limits)
     return ChildResult(schedule, schedule.status, None)
 
@@ -329,6 +330,7 @@ def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
 def _worth(schedule: Schedule) -> list[str]:
     """A sentence on whether this order pays, against those that every trainer has built in."""
     from optpipe.simulate import simulate
+    from solver.frozen import orders_without_backwards, with_backwards
     from solver.methods import METHODS, published_orders
     from solver.scale import count_ops
 
@@ -338,7 +340,8 @@ def _worth(schedule: Schedule) -> list[str]:
     rivals = []
     for name in BUILT_IN:
         with suppress(MethodError):
-            rivals.append((simulate(problem, published_orders(METHODS[name], problem)).value_us, name))
+            orders = orders_without_backwards(problem, published_orders(METHODS[name], with_backwards(problem)))
+            rivals.append((simulate(problem, orders).value_us, name))
     if not rivals:
         return ["no schedule that trainers have built in fits this problem"]
     value_us, name = min(rivals)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.errors import InputError, Issue
-
 if TYPE_CHECKING:
     from optpipe.cluster.strategy import Strategy
 
@@ -75,17 +73,10 @@ class Degrees:
     data: int | None
 
     def strategy(self, **others: object) -> Strategy:
-        """The strategy of these degrees. Raises InputError if they do not divide the GPUs."""
+        """The strategy of these degrees, which may be illegal."""
         from optpipe.cluster.strategy import Strategy
 
         shared = self.tensor * self.context * self.pipeline
-        data = self.data
-        if data is None:
-            if self.gpus % shared:
-                near = max(1, round(self.gpus / shared)) * shared
-                detail = f"is {self.gpus:,} but tp x cp x pp = {shared:,} must divide it. Maybe {near:,}."
-                raise InputError([Issue("--gpus", "does_not_divide", detail)])
-            data = self.gpus // shared
         return Strategy(
             tensor=self.tensor,
             context=self.context,
@@ -93,6 +84,6 @@ class Degrees:
             expert_tensor=self.expert_tensor,
             pipeline=self.pipeline,
             virtual=self.virtual,
-            data=data,
+            data=self.data or max(1, self.gpus // shared),
             **others,  # type: ignore[arg-type]
         )

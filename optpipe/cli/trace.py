@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.console import AsJson, check_picture, doing, print_json, stdout, table
+from optpipe.cli.console import AsJson, check_picture, doing_long, print_json, stdout, table
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, write_atomically
-from optpipe.units import bytes_text, difference_text, share_text, time_text, times_text
+from optpipe.units import bytes_text, difference_text, idle_text, share_text, time_text, time_unit
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
@@ -49,15 +49,13 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
     )
     if not comparison.plan_fits:
         console.print(_misfit(trace, comparison))
+    unit = time_unit(max(comparison.planned_step_us, comparison.step_us))
     rows = table(
         "device",
-        "bubble planned",
-        basis,
         "busy planned",
         basis,
-        "idle before",
-        "within",
-        "after",
+        "idle planned",
+        basis,
         "peak planned",
         "measured",
         "measured / planned",
@@ -67,11 +65,9 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
     for d, device in enumerate(comparison.devices):
         rows.add_row(
             str(d),
-            share_text(device.planned_bubble),
-            share_text(device.bubble),
-            time_text(device.planned_busy_us),
-            time_text(device.busy_us),
-            *times_text(device.idle_us),
+            time_text(device.planned_busy_us, unit),
+            time_text(device.busy_us, unit),
+            *(idle_text(idle_us, unit) for idle_us in (device.planned_idle_us, device.idle_us)),
             bytes_text(device.expected_peak_bytes),
             bytes_text(device.peak_bytes),
             _ratio_text(device.peak_bytes, device.expected_peak_bytes),
@@ -79,13 +75,14 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
             _optional_share(device.hidden),
         )
     console.print(rows)
+    console.print("idle: before a device's first op of the step + between its ops + after its last")
     for d, device in enumerate(comparison.devices):
         if device.collectives_us:
             inside_us = device.collectives_us - device.exposed_collectives_us
             share = share_text(inside_us / comparison.step_us if comparison.step_us else 0.0)
             console.print(
                 f"device {d}: {time_text(device.collectives_us)} in gathers of parameters and reductions of gradients, "
-                f"which no plan has: {time_text(inside_us)} in its bubble, {share} of the step, and "
+                f"which no plan has: {time_text(inside_us)} while it is idle, {share} of the step, and "
                 f"{time_text(device.exposed_collectives_us)} before the step's first op or behind its last"
             )
 
@@ -158,7 +155,7 @@ def _better_order(schedule: Schedule, seconds: float) -> dict[str, Any]:
     from solver import Limits
     from solver.process import solve_in_child
 
-    with doing("searching for a better order"):
+    with doing_long("searching for a better order"):
         found = solve_in_child(
             schedule.problem, "auto", Limits(time_limit_s=seconds), starts=[schedule.orders]
         ).schedule
@@ -200,6 +197,7 @@ def command(
         float,
         typer.Option(
             min=0,
+            max=1e6,
             help="Seconds to search for a better order of the same ops, with what they took and as many in flight.",
         ),
     ] = 0.0,
@@ -207,6 +205,7 @@ def command(
         int | None,
         typer.Option(
             min=1,
+            max=4096,
             help="Model chunks of each rank in profiles of Megatron-LM, whose ops have no numbers; default: by their "
             "order.",
         ),
@@ -214,7 +213,7 @@ def command(
     plot: Annotated[Path | None, typer.Option(help="Also draw both at one time scale (png, svg, pdf, html).")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Compare a measured step with its schedule: time, bubble, memory, copies, and the ops that differ most.
+    """Compare a measured step with its schedule: time, idle time, memory, copies, and the ops that differ most.
 
     If each device ran in its own process, the measured times are compared. If devices shared a process, they ran in
     turns; the schedule is then re-timed with the measured durations. The output says which of the two it shows.

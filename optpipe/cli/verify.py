@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from optpipe.cli.console import AsJson, PrintWidth, answer, check_picture, print_json, stdout, table
+from optpipe.cli.console import AsJson, PrintWidth, answer, check_picture, doing_long, print_json, stdout, table
 from optpipe.cli.documents import ProblemOfCsv, load_schedule
 from optpipe.units import bytes_text, share_text, time_text, time_unit
 
@@ -23,8 +23,9 @@ def command(schedule: ScheduleFile, problem: ProblemOfCsv = None, as_json: AsJso
     """Check every rule, budget and figure of a schedule. Exit code 1 if any is violated."""
     from optpipe.verify import verify
 
-    loaded = load_schedule(schedule, problem)
-    verdict = verify(loaded)
+    with doing_long(f"verifying {schedule.name}"):
+        loaded = load_schedule(schedule, problem)
+        verdict = verify(loaded)
     if as_json:
         document = {
             "ok": verdict.ok,
@@ -76,5 +77,6 @@ def plot(
     from optpipe.plot import draw_schedule
 
     check_picture(output)
-    draw_schedule(load_schedule(schedule, problem), output, width)
+    with doing_long(f"drawing {output.name}"):
+        draw_schedule(load_schedule(schedule, problem), output, width)
     return answer({"output": str(output)}, f"wrote {output}", as_json)

@@ -269,7 +269,9 @@ def fit(works: NDArray[np.float64], seconds: NDArray[np.float64], prior: Work, s
     weights, found = np.ones(len(seconds)), prior
     for _ in range(ROUNDS):
         left = np.vstack([shares * weights[:, None], draw])
-        found = lsq_linear(left, np.concatenate([weights, draw @ prior]), bounds=(LEAST, np.inf), method="bvls").x
+        right = np.concatenate([weights, draw @ prior])
+        with np.errstate(divide="ignore"):  # SciPy divides by a step of zero, and takes another
+            found = lsq_linear(left, right, bounds=(LEAST, np.inf), method="bvls").x
         found = np.maximum(found, LEAST)  # rounded results may be below
         error = np.abs(shares @ found - 1)
         weights = np.sqrt(OUTLIER / np.maximum(error, OUTLIER))

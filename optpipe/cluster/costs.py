@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from optpipe.cluster.machine import FEATURES, Facts
 from optpipe.cluster.model import Layer, Model
 from optpipe.cluster.strategy import Precision, Strategy, layers_on_devices
+from optpipe.layers import SLOWED_BACKWARD, SLOWED_FORWARD
 
 Work = NDArray[np.float64]
 """Seconds at peak, or a count, by kind: shape (len(FEATURES),)."""
@@ -34,9 +36,16 @@ OPTIMIZER_BYTES = 28
 """Read and written for a parameter in a step of Adam: gradient, master weight and two moments, the 16-bit weight."""
 LEAST_EXPOSED, GATHER_SHARE = 0.05, 0.7
 """Share of gathers that never hides behind compute (the first of a step), and of the link's rate that they reach."""
-NORM_ACCESSES, INNER_ACCESSES = 8, 3
-"""Elements read or written in F for each of the hidden width (two norms, two sums, rotary positions) and of the inner
-width (activation function) and token. B takes twice as many."""
+FIGURE_BYTES = 12
+"""Figures of a token that parts of a softmax exchange: maximum, sum and the logit of the label."""
+SLOWED = np.array([[SLOWED_FORWARD], [SLOWED_BACKWARD], [SLOWED_BACKWARD]])
+"""Times of each pass of a layer where devices also run spread passes, over those without: shape (3, 1)."""
+NORM_ACCESSES, INNER_ACCESSES, JOINING_ACCESSES = 8, 3, 12
+"""Elements read or written in F for each token and element of the hidden width (two norms, two sums, rotary positions),
+of the inner width (activation function), and of the hidden width where two inputs are joined (row of the embedding,
+three norms, one row behind the other). B takes twice as many."""
+JOINING_TRANSFERS = 4
+"""Gathers and scatters where two inputs are joined: of the embedding, of both inputs, and of the product."""
 
 
 def ideal_seconds(model: Model, machine: Facts, sequence: int) -> float:
@@ -71,9 +80,9 @@ class Passes(NamedTuple):
         assert isinstance(other, Passes)
         return Passes(*(mine + others for mine, others in zip(self, other, strict=True)))
 
-    def times(self, factor: float) -> Passes:
-        """All passes `factor` times."""
-        return Passes(*(factor * work for work in self))
+    def times(self, factor: float | NDArray[np.float64]) -> Passes:
+        """All passes `factor` times, or each with its own."""
+        return Passes(*(factor * np.array(self)))
 
 
 class LayerWork(NamedTuple):
@@ -92,6 +101,21 @@ class LayerWork(NamedTuple):
         """All parts, pass by pass."""
         moved = 2 * self.exchange
         return self.attention + self.experts + Passes(moved, moved, work())
+
+
+class SpreadHead(NamedTuple):
+    """Work of each device for its share of the output layer's rows, and seconds of the exchanges of a microbatch.
+
+    Algorithm 2 of Vocabulary Parallelism (2411.05288): `logits` (pass S) also multiplies their exponentials by the
+    rows, `weights` (T) makes the gradient of the rows.
+    """
+
+    logits: Work
+    weights: Work
+    broadcast_s: float
+    """Time of the last stage's output to all devices."""
+    reduce_s: float
+    """Time to combine the figures of each token, and the parts of the output's gradient."""
 
 
 def work(**parts: float) -> Work:
@@ -184,23 +208,45 @@ class CostModel:
 
     def layer(self, layer: Layer) -> LayerWork:
         """Work of a decoder layer, with what the strategy recomputes in B."""
-        return _layer(self, layer)
+        return _layer(self, self.model.on_ranks(layer, self.strategy.tensor))
 
     def embedding(self) -> Passes:
         """Work of the embedding: rows are read, and their gradients are added."""
         read = self.tokens * self.model.hidden * BF16_BYTES / self.strategy.tensor / self.machine.memory_bytes_per_s
         return Passes(work(memory=2 * read), work(), work(memory=3 * read))
 
+    def _of_rows(self, devices: int) -> tuple[float, float]:
+        """Seconds of a product with the output layer's rows on one of so many devices, and of an access to logits."""
+        elements = self.tokens * self.model.vocabulary / self.strategy.tensor / devices
+        products = 2 * elements * self.model.hidden / self._operations_per_s("bf16")
+        return products, elements * (BF16_BYTES + LOGIT_BYTES) / self.machine.memory_bytes_per_s
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes of a message between stages."""
+        return self.tokens * self.model.hidden * BF16_BYTES / self.strategy.tensor
+
     def head(self) -> Passes:
         """Work of the output projection, in 16 bits, and of the loss on its logits."""
-        elements = self.tokens * self.model.vocabulary / self.strategy.tensor
-        products = 2 * elements * self.model.hidden / self._operations_per_s("bf16")
-        logits = elements * (BF16_BYTES + LOGIT_BYTES) / self.machine.memory_bytes_per_s
-        gathered = self._tensor_s(2)
+        (products, logits), gathered = self._of_rows(1), self._tensor_s(2)
         return Passes(
             work(products=products, memory=2 * logits, tensor=gathered, launch=1),
             work(products=products, memory=2 * logits, tensor=gathered, launch=1),
             work(products=products, launch=1),
+        )
+
+    def spread_head(self) -> SpreadHead:
+        """Work of the output layer with its rows on all devices of the pipeline. Every product is divided by them."""
+        (products, logits), gathered = self._of_rows(self.strategy.pipeline), self._tensor_s(2)
+        rate, node = self._rate(self.strategy.gpus), self.strategy.gpus <= self.machine.gpus_per_node
+        latency_s = (self.machine.link_latency_us if node else self.machine.network_latency_us) / 1e6
+        hops_s = ceil(log2(self.strategy.pipeline)) * latency_s
+        figures = 2 * self.tokens / self.strategy.tensor * FIGURE_BYTES
+        return SpreadHead(
+            work(products=2 * products, memory=2 * logits, tensor=2 * gathered, launch=2),
+            work(products=products, memory=2 * logits, launch=1),
+            hops_s + self.sent_bytes / rate,
+            3 * hops_s + (self.sent_bytes + figures) / rate,
         )
 
     def _tensor_s(self, transfers: float) -> float:
@@ -212,11 +258,8 @@ class CostModel:
         return transfers * size / self._rate(tensor)
 
     def ends(self) -> tuple[Passes, Passes]:
-        """Work in front of the first layer, and behind the last one: head, loss and prediction of further tokens."""
-        last, predicted = self.head(), self.model.predicted_tokens
-        if predicted:
-            last += (self.layer(self.model.layers[-1]).passes + self.head()).times(predicted)
-        return self.embedding(), last
+        """Work in front of the first layer, and behind the last one: head and loss of each predicted token."""
+        return self.embedding(), self.head().times(1 + self.model.predicted_tokens)
 
     @cached_property
     def parts(self) -> Parts:
@@ -229,11 +272,21 @@ class CostModel:
         devices = np.tensordot(layers_on_devices(one, self.model), parts.layers, 1)
         if one.vocabulary == "balanced":
             return np.broadcast_to((devices.sum(0) + parts.first + parts.last) / p, devices.shape)
-        if one.vocabulary == "spread":
+        if one.vocabulary == "spread-ends":
             return np.asarray(devices + (parts.first + parts.last) / p)
         devices[0] += parts.first
+        if one.vocabulary == "spread":
+            return np.asarray(devices * SLOWED + self.passes)
         devices[0 if one.is_v_shaped else -1] += parts.last
         return np.asarray(devices)
+
+    @cached_property
+    def passes(self) -> Passes:
+        """Work of the spread passes of each device, that of S among forwards and that of T among weight gradients."""
+        if self.strategy.vocabulary != "spread":
+            return Passes(work(), work(), work())
+        head = self.spread_head()
+        return Passes(head.logits, work(), head.weights)
 
     def hidden(self, slowdowns: Work) -> NDArray[np.float64]:
         """Work that blocks save on each device, where all passes of a microbatch are in blocks: shape (p, features)."""
@@ -247,14 +300,17 @@ class CostModel:
         m, p, v = one.microbatches(global_batch), one.pipeline, one.virtual
         totals = devices.sum(1)
         busiest = int(np.argmax((totals - hidden) @ slowdowns))
-        ramp = np.array(BUBBLES.get(one.schedule, _interleaved)(v)) @ (devices.sum(0) - devices[busiest])
+        stages = devices - self.passes  # S and T fill no warm-up
+        ramp = np.array(BUBBLES.get(one.schedule, _interleaved)(v)) @ (stages.sum(0) - stages[busiest])
         result = m * totals[busiest] - one.blocks(m) / v * hidden[busiest] + ramp
+        if one.vocabulary == "spread":  # the last backward follows S, and not T
+            head = self.spread_head()
+            result += work(pipeline=head.broadcast_s + head.reduce_s) - head.weights
         if one.schedule == "dualpipe-v":  # its warm-up and cool-down have blocks
             result -= (hidden.sum(0) - hidden[busiest]) / 2
         if p > 1:
-            sent = self.tokens * self.model.hidden * BF16_BYTES / one.tensor
             apart = one.gpus // p  # ranks between neighbours of the pipeline
-            result += work(pipeline=2 * (m * v + p - 1) * sent / self._rate(2 * apart))
+            result += work(pipeline=2 * (m * v + p - 1) * self.sent_bytes / self._rate(2 * apart))
         return np.asarray(result + self.replicas(m, float(result @ slowdowns)) + work(step=1))
 
     def replicas(self, microbatches: int, compute_s: float = 0.0) -> Work:
@@ -280,8 +336,11 @@ class CostModel:
     def parameters_of_device(self) -> tuple[float, float]:
         """Parameters of a device of the pipeline in the mean: of all but experts, and of its experts."""
         one, model = self.strategy, self.model
-        expert = sum(layer.feed_forward.experts * layer.feed_forward.expert_parameters for layer in model.layers)
-        dense = model.parameters - expert
+        expert = copies = 0
+        for layer, count in zip(model.distinct_layers, model.layers_before[-1].tolist(), strict=True):
+            expert += count * layer.feed_forward.experts * layer.feed_forward.expert_parameters
+            copies += count * (model.on_ranks(layer, one.tensor).parameters - layer.parameters)
+        dense = model.parameters + model.prediction_parameters + copies - expert
         return dense / (one.tensor * one.pipeline), expert / (one.expert * one.expert_tensor * one.pipeline)
 
 
@@ -292,7 +351,8 @@ def _layer(costs: CostModel, layer: Layer) -> LayerWork:
     rate, exact = costs._operations_per_s(), costs._operations_per_s("bf16")
     memory = machine.memory_bytes_per_s
 
-    products = 2 * n * (attention.products + feed_forward.products) / tensor / rate
+    matrices = attention.products + feed_forward.products + layer.joining_products
+    products = 2 * n * matrices / tensor / rate
     window = min(attention.window or s, s)
     seen = s / 2 if window == s else window * (1 - window / (2 * s))
     scores = 2 * n * seen * attention.heads * (attention.query_key_width + attention.value_width) / tensor / exact
@@ -305,12 +365,13 @@ def _layer(costs: CostModel, layer: Layer) -> LayerWork:
     alike = n / (tensor if one.sequence_parallel else 1)
     heads = attention.heads * (attention.query_key_width + attention.value_width)
     heads += 2 * attention.key_value_heads * attention.query_key_width if not attention.latent_width else 0
-    accessed = alike * NORM_ACCESSES * h + n / tensor * (INNER_ACCESSES * widths + 2 * heads)
+    of_hidden = NORM_ACCESSES + (JOINING_ACCESSES if layer.joining_products else 0)
+    accessed = alike * of_hidden * h + n / tensor * (INNER_ACCESSES * widths + 2 * heads)
     read = accessed * BF16_BYTES / memory
     of_experts = routed * (INNER_ACCESSES * feed_forward.width + 2 * h if feed_forward.experts else 0)
     read_by_experts = of_experts * BF16_BYTES / memory
 
-    transfers = 4 if not feed_forward.experts else 2
+    transfers = (4 if not feed_forward.experts else 2) + (JOINING_TRANSFERS if layer.joining_products else 0)
     tensor_s = costs._tensor_s(transfers)
     exchange_s = _exchange_s(costs, routed, feed_forward.chosen) if feed_forward.experts else 0.0
     context_s = 0.0
@@ -328,7 +389,7 @@ def _layer(costs: CostModel, layer: Layer) -> LayerWork:
         again = work(attention=scores)
     twice = work(attention=scores, memory=read, context=context_s)
     added_s = 2 * GRADIENT_BYTES / memory  # a gradient is read, added to and written
-    added = (attention.products + feed_forward.products) / tensor * added_s
+    added = matrices / tensor * added_s
     added_by_experts = local * feed_forward.expert_products * added_s
     weight = work(products=products, memory=added, tensor=tensor_s / 2, launch=1)
     return LayerWork(
@@ -371,4 +432,4 @@ BUBBLES: Mapping[str, Callable[[int], tuple[float, float, float]]] = {
 }
 """Warm-up and cool-down of a schedule: how many F, B and W of the other devices the busiest waits for (Zero Bubble,
 table 2; Controllable Memory, table 2; the formula of DualPipeV's open source, less what its blocks hide). Others are
-1F1B, or interleaved by the number of virtual stages."""
+1F1B, which `vocab-2` is too, or interleaved by the number of virtual stages."""

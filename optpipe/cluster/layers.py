@@ -9,14 +9,14 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from optpipe.cluster.costs import BF16_BYTES, INDEX, CostModel, Passes, Work
+from optpipe.cluster.costs import BF16_BYTES, INDEX, SLOWED, CostModel, Passes, Work, work
 from optpipe.cluster.machine import Efficiencies, Facts, Machine
 from optpipe.cluster.memory import OPTIMIZER_BYTES, MemoryModel
 from optpipe.cluster.model import Layer as ModelLayer
 from optpipe.cluster.model import Model
 from optpipe.cluster.software import MEGATRON, Software
 from optpipe.cluster.strategy import Strategy
-from optpipe.layers import Layer, LayerProfile, ParallelSizes
+from optpipe.layers import Layer, LayerProfile, ParallelSizes, SpreadHead
 from optpipe.partition import Partition, name_with_predicted
 from optpipe.placement import placement
 
@@ -29,7 +29,10 @@ def strategy_layers(
     software: Software = MEGATRON,
     efficiencies: Efficiencies | None = None,
 ) -> LayerProfile:
-    """Build the layers of a model under a strategy: embedding, decoder layers and head, for one microbatch.
+    """Build the layers of a model under a strategy, for one microbatch: embedding, decoder layers, those of multi-token
+    prediction, and head. Losses and logits of all predicted tokens are the head's, as in Megatron-Core.
+
+    Where the strategy has the rows of the head on all devices, it is `spread` and no layer.
 
     `efficiencies`: None for those of the machine in the strategy's precision. Data parallelism, the optimizer's step
     and a step's constant are no costs of layers (`CostModel.replicas`).
@@ -42,7 +45,7 @@ def strategy_partition(model: Model, strategy: Strategy) -> Partition:
     """Stages of a strategy in the layers of `strategy_layers`: the first has the embedding too, the last the head."""
     sizes = list(strategy.layers_of_stages(model))
     sizes[0] += 1
-    sizes[-1] += 1
+    sizes[-1] += strategy.vocabulary != "spread"
     return Partition(
         tuple(sizes), placement("v" if strategy.is_v_shaped else "interleaved", strategy.pipeline, strategy.virtual)
     )
@@ -50,11 +53,9 @@ def strategy_partition(model: Model, strategy: Strategy) -> Partition:
 
 def host_copies(facts: Facts) -> dict[str, Any] | None:
     """Copies to and from the host, for a layer profile; None where their rate is not known."""
-    if facts.host_bytes_per_s is None:
+    if not facts.host_rate:
         return None
-    return dict.fromkeys(
-        ("offload_bytes_per_us", "reload_bytes_per_us"), facts.host_bytes_per_s / facts.host_shared_by / 1e6
-    )
+    return dict.fromkeys(("offload_bytes_per_us", "reload_bytes_per_us"), facts.host_rate / 1e6)
 
 
 class _Builder:
@@ -86,8 +87,10 @@ class _Builder:
         layers = [
             self._layer("embedding", 1, embedding, 0, 0, model.embedding_parameters / one.tensor, 0),
             *(self._decoder(layer, count) for layer, count in model.kinds),
-            self._head(head),
+            *(self._prediction(layer, token) for token, layer in enumerate(model.prediction_layers, 1)),
         ]
+        spread = self._spread_head() if one.vocabulary == "spread" else None
+        layers += [] if spread else [self._head(head)]
         return LayerProfile.from_data(
             {
                 "format": "optpipe.layers/1",
@@ -103,21 +106,32 @@ class _Builder:
                 "source": f"By formula for {self.machine.name}, nothing measured.",
                 "sequence": self.sequence,
                 "parallel": ParallelSizes(tensor=one.tensor * one.context, data=one.data),
+                "spread": spread,
             },
             f"layers on {self.machine.name}",
         )
 
-    def _decoder(self, layer: ModelLayer, count: int) -> Layer:
-        work = self.costs.layer(layer)
-        passes = work.passes
+    def _prediction(self, layer: ModelLayer, token: int) -> Layer:
+        """A layer of multi-token prediction. It passes on what it received, for the head.
+
+        The embedding of tokens is there too, once: trainers have all these layers in one stage.
+        """
+        made = self._decoder(layer, 1, self.memory.embedding_copy if token == 1 else 0.0)
+        return made.replaced(name="multi-token prediction", output_bytes=(1 + token) * self.message_bytes)
+
+    def _decoder(self, layer: ModelLayer, count: int, copied: float = 0.0) -> Layer:
+        parts = self.costs.layer(layer)
+        passes = parts.passes.times(SLOWED) if self.strategy.vocabulary == "spread" else parts.passes
         held = self.memory.layer(layer)
         operands = min(held, self.memory.weight_operands(layer))
         dense, expert = self.memory.parameters(layer)
         one = self.strategy
-        own: dict[str, object] = {}
-        if one.recompute == "none" and held > self.message_bytes:
-            own["recomputation"] = {"kept_bytes": self.message_bytes, "offload_bytes": self.message_bytes}
-        groups = layer.attention.latent_width or 2 * layer.attention.key_value_heads * layer.attention.query_key_width
+        own: dict[str, object] = {"offload_bytes": ceil(held)}
+        kept = self.message_bytes * (2 if layer.joining_products else 1)
+        if one.recompute == "none" and held > kept:
+            own["recomputation"] = {"kept_bytes": kept, "offload_bytes": kept}
+        held_attention = self.model.on_ranks(layer, self.strategy.tensor).attention
+        groups = held_attention.latent_width or 2 * held_attention.key_value_heads * held_attention.query_key_width
         attention = {
             "forward_us": self._us(passes.forward, "attention"),
             "backward_input_us": self._us(passes.backward_input, "attention"),
@@ -127,31 +141,47 @@ class _Builder:
             own["attention"] = attention
         if one.overlap == "yes" and layer.feed_forward.experts:
             own["parts"] = {
-                name: [self._us(done) for done in (first, work.exchange, second, work.exchange)]
+                name: [self._us(done) for done in (first, parts.exchange, second, parts.exchange)]
                 for name, first, second in (
-                    ("forward_us", work.attention.forward, work.experts.forward),
-                    ("backward_us", work.attention.backward, work.experts.backward),
+                    ("forward_us", parts.attention.forward, parts.experts.forward),
+                    ("backward_us", parts.attention.backward, parts.experts.backward),
                 )
             }
-        workspace = self.memory.backward(layer)
-        return self._layer("decoder layer", count, passes, held, operands, dense, expert, workspace, **own)
+        gathered, backward = self.memory.gathered(layer), self.memory.backward(layer)
+        own["workspace_bytes"] = {
+            "F": ceil(gathered),
+            "B": ceil(backward + gathered),
+            "W": ceil(gathered),
+            "BW": ceil(backward + gathered),
+        }
+        return self._layer("decoder layer", count, passes, held, operands, dense + copied, expert, **own)
 
-    def _head(self, passes: Passes) -> Layer:
+    @property
+    def _logits_bytes(self) -> float:
         elements = self.costs.tokens * self.model.vocabulary
         elements /= self.strategy.tensor if self.software.logits_divided else 1
-        dense = (self.model.head_parameters + self.model.joining_parameters) / self.strategy.tensor
-        expert, predicted = 0.0, self.model.predicted_tokens
-        logits = elements * (BF16_BYTES + self.software.loss_bytes)
-        held = self.message_bytes + logits
-        if predicted:
-            layer = self.model.layers[-1]
-            more = self.memory.parameters(layer)
-            dense, expert = dense + predicted * more[0], predicted * more[1]
-            held += predicted * (self.memory.layer(layer) + logits)
-        return self._layer("head and loss", 1, passes, held, self.message_bytes, dense, expert)
+        return elements * (BF16_BYTES + self.software.loss_bytes)
 
-    def _us(self, work: Work, only: str | None = None) -> float:
-        terms = work * self.slowdowns
+    def _spread_head(self) -> SpreadHead:
+        costs, devices = self.costs.spread_head(), self.strategy.pipeline
+        return SpreadHead(
+            devices=devices,
+            logits_us=self._us(costs.logits),
+            weights_us=self._us(costs.weights),
+            fixed_us=self._us(costs.weights, "launch"),
+            broadcast_us=self._us(work(pipeline=costs.broadcast_s)),
+            reduce_us=self._us(work(pipeline=costs.reduce_s)),
+            kept_bytes=ceil(self._logits_bytes / devices + self.memory.pass_operand_bytes),
+            parameter_bytes=ceil(self._state_bytes(self.memory.head_parameters / devices, 0)),
+        )
+
+    def _head(self, passes: Passes) -> Layer:
+        tokens = 1 + self.model.predicted_tokens
+        held, operands = tokens * (self.message_bytes + self._logits_bytes), tokens * self.message_bytes
+        return self._layer("head and loss", 1, passes, held, operands, self.memory.head_parameters, 0)
+
+    def _us(self, done: Work, only: str | None = None) -> float:
+        terms = done * self.slowdowns
         return float(terms[INDEX[only]] if only else terms.sum()) * 1e6
 
     def _layer(
@@ -163,10 +193,9 @@ class _Builder:
         operands: float,
         dense: float,
         expert: float,
-        workspace: float = 0,
         **own: object,
     ) -> Layer:
-        launch_us = min(self._us(work, "launch") for work in passes)
+        launch_us = min(self._us(one, "launch") for one in passes)
         return Layer.from_data(
             {
                 "name": name,
@@ -177,8 +206,6 @@ class _Builder:
                 "fixed_us": launch_us,
                 "activation_bytes": ceil(held),
                 "backward_weight_bytes": ceil(operands),
-                "offload_bytes": ceil(held) if name == "decoder layer" else 0,
-                "workspace_bytes": {"F": 0, "B": ceil(workspace), "W": 0, "BW": ceil(workspace)},
                 "parameter_bytes": ceil(self._state_bytes(dense, expert)),
                 "output_bytes": self.message_bytes,
             }
@@ -192,7 +219,8 @@ class _Builder:
         share, expert_share = one.data * one.context, one.expert_data
         trained = BF16_BYTES + self.software.gradient_bytes
         if one.sharding == "fsdp":
-            return (trained + OPTIMIZER_BYTES) * (dense / share + expert / expert_share)
+            kept = BF16_BYTES * self.memory.gathered_share * (dense + expert)
+            return (trained + OPTIMIZER_BYTES) * (dense / share + expert / expert_share) + kept
         if one.sharding == "none":
             return (trained + OPTIMIZER_BYTES) * (dense + expert)
         return trained * (dense + expert) + OPTIMIZER_BYTES * (dense / share + expert / expert_share)

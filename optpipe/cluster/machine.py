@@ -73,6 +73,11 @@ class Facts(Document):
         peaks = {"bf16": self.operations_bf16_per_s, "fp8": fp8, "fp4": self.operations_fp4_per_s or fp8}
         return float(peaks[precision])
 
+    @property
+    def host_rate(self) -> float:
+        """Bytes a second to the host, and as many back, where all that share the copies copy; 0: not known."""
+        return (self.host_bytes_per_s or 0) / self.host_shared_by
+
     def bytes_per_s(self, ranks: int) -> float:
         """Rate of a transfer among `ranks` neighbours: that between nodes where they span several."""
         if ranks <= self.gpus_per_node or self.network_bytes_per_s is None:

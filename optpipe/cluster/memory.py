@@ -21,6 +21,9 @@ from optpipe.cluster.software import MEGATRON, Software
 from optpipe.cluster.strategy import Strategy, layers_on_devices
 
 GIB = 2**30
+OFFLOADED_CHUNKS = 3
+"""Activations of a stage that are on a device while all are copied to the host: those that F or the backward works on,
+those that leave, and those that come back."""
 OPTIMIZER_BYTES = 12
 """Bytes of a parameter: a master weight and two moments of Adam, in 32 bits."""
 
@@ -36,7 +39,8 @@ class Held:
     logits: float
     """As the head makes them, in 16 bits."""
     transient: float
-    """The larger of what the loss makes of the logits and what the backward of a layer needs for a moment."""
+    """The larger of what the loss makes of the logits and what the backward of a layer needs for a moment; both where
+    the output layer's rows lie on all devices."""
 
     @property
     def total(self) -> float:
@@ -87,19 +91,36 @@ class MemoryModel:
     def parameters(self, layer: Layer) -> tuple[float, float]:
         """Parameters of a layer on one GPU: all but experts, and experts."""
         one, expert = self.strategy, layer.feed_forward.experts * layer.feed_forward.expert_parameters
-        return (layer.parameters - expert) / one.tensor, expert / (one.expert * one.expert_tensor)
+        return (self.model.on_ranks(layer, one.tensor).parameters - expert) / one.tensor, expert / (
+            one.expert * one.expert_tensor
+        )
+
+    @property
+    def head_parameters(self) -> float:
+        """Parameters behind the last layer on one GPU; of tied ones a copy is there where the embedding is on another
+        device."""
+        return self.model.head_parameters / self.strategy.tensor + (self.embedding_copy if self.model.tied else 0)
+
+    @property
+    def embedding_copy(self) -> float:
+        """Parameters on one GPU of the embedding of tokens where a stage behind the first needs it too."""
+        model, one = self.model, self.strategy
+        return model.vocabulary * model.hidden / one.tensor if one.pipeline > 1 else 0.0
 
     def layer(self, layer: Layer) -> float:
         """Bytes that a layer keeps of a microbatch from F to B."""
         if self.strategy.recompute == "full":
-            return self._hidden_tokens * self.model.hidden * BF16_BYTES
+            return self._hidden_tokens * self.model.hidden * BF16_BYTES * (2 if layer.joining_products else 1)
         return self._kept(layer, self.strategy.recompute == "none")
 
     def _kept(self, layer: Layer, scores: bool) -> float:
+        layer = self.model.on_ranks(layer, self.strategy.tensor)
         attention, feed_forward, h = layer.attention, layer.feed_forward, self.model.hidden
         tokens, tensor, hidden = self.tokens, self.strategy.tensor, self._hidden_tokens
         norm = BF16_BYTES + self.software.norm_bytes
         total = hidden * h * 2 * norm
+        if layer.joining_products:  # inputs of three norms, and two that are joined
+            total += hidden * h * 5 * BF16_BYTES
         width = attention.heads * (attention.query_key_width + attention.value_width)
         groups = attention.heads if attention.latent_width else attention.key_value_heads
         width += groups * (attention.query_key_width + attention.value_width)
@@ -120,6 +141,7 @@ class MemoryModel:
     def weight_operands(self, layer: Layer) -> float:
         """Bytes of the operands of weight gradients, from B to W: what products read, and gradients of what they
         returned."""
+        layer = self.model.on_ranks(layer, self.strategy.tensor)
         attention, feed_forward, h = layer.attention, layer.feed_forward, self.model.hidden
         gates = 2 if feed_forward.products >= 3 * h * feed_forward.width or feed_forward.experts else 1
         inner = (1 + gates) * feed_forward.width
@@ -127,7 +149,8 @@ class MemoryModel:
         routed = chosen * (2 * h + inner) if feed_forward.experts else inner
         groups = attention.heads if attention.latent_width else attention.key_value_heads
         width = (attention.heads + groups) * (attention.query_key_width + attention.value_width)
-        return BF16_BYTES * (self._hidden_tokens * 4 * h + self.tokens / self.strategy.tensor * (width + routed))
+        alike = 4 * h + (3 * h if layer.joining_products else 0)
+        return BF16_BYTES * (self._hidden_tokens * alike + self.tokens / self.strategy.tensor * (width + routed))
 
     def backward(self, layer: Layer) -> float:
         """Bytes that the backward of a layer needs for a moment: its forward again where it is recomputed, gradients of
@@ -142,7 +165,27 @@ class MemoryModel:
             matrix = (inner - 1) * h * feed_forward.width / tensor
             rows = self.tokens / tensor * inner * feed_forward.width
         again = self._kept(layer, True) if self.strategy.recompute == "full" else 0.0
-        return again + 4 * matrix + BF16_BYTES * rows
+        return again + 4 * max(matrix, layer.joining_products / tensor) + BF16_BYTES * rows
+
+    @property
+    def pass_operand_bytes(self) -> float:
+        """Bytes that a device keeps of a microbatch from S to T in addition to its share of the logits.
+
+        They are the last stage's output, and the product of exponentials and rows.
+        """
+        return 2 * self._hidden_tokens * self.model.hidden * BF16_BYTES
+
+    def gathered(self, layer: Layer) -> float:
+        """Bytes of weights that replicas gather layer by layer (FSDP): those of the layer that runs and of the next."""
+        if self.strategy.sharding != "fsdp" or self.strategy.pipeline > 1:
+            return 0.0
+        return 2 * BF16_BYTES * sum(self.parameters(layer))
+
+    @property
+    def gathered_share(self) -> float:
+        """Share of a device's weights that stay gathered (FSDP): in a pipeline those of one stage."""
+        one = self.strategy
+        return 1 / one.virtual if one.sharding == "fsdp" and one.pipeline > 1 else 0.0
 
     def in_flight(self, device: int) -> float:
         """Microbatches whose activations a device holds at its peak, in whole microbatches of all its layers."""
@@ -154,48 +197,56 @@ class MemoryModel:
             each, more = IN_FLIGHT[one.schedule]
             return min(m, each * p + more)
         if v == 1:
-            return min(m, p - device)
+            return min(m, p - device + (one.schedule == "vocab-2"))  # and one more behind its barrier
         return min(m * v, (v - 1) * p + 2 * (p - device - 1) + 1) / v
 
     def held(self, device: int) -> Held:
         """Bytes of a rank of a pipeline's device at its peak."""
         one, model = self.strategy, self.model
-        spread = one.vocabulary != "ends"
+        on_all = one.vocabulary in ("spread-ends", "balanced")
+        spread = on_all or one.vocabulary == "spread"
         first, last = device == 0, device == one.pipeline - 1
         if one.is_v_shaped:
             last = first
-        counts = self._counts[device].copy()
-        if last and not spread:
-            counts[model.distinct_layers.index(model.layers[-1])] += model.predicted_tokens
+        counts = self._counts[device]
         kinds, here = self._kinds, counts > 0
         dense, expert = float(counts @ kinds.dense), float(counts @ kinds.expert)
-        ends = model.embedding_parameters, model.head_parameters + model.joining_parameters
-        if model.tied and one.pipeline > 1:
-            ends = ends[0], ends[1] + model.vocabulary * model.hidden
-        if spread:
-            dense += sum(ends) / one.pipeline / one.tensor
-        else:
-            dense += (ends[0] * first + ends[1] * last) / one.tensor
+        dense += model.embedding_parameters * (1 / one.pipeline if on_all else first) / one.tensor
+        dense += self.head_parameters * (1 / one.pipeline if spread else last)
+        if any(here[model.distinct_layers.index(layer)] for layer in model.prediction_layers):
+            dense += self.embedding_copy
         share, expert_share = one.data * one.context, one.expert_data
         divide = one.sharding == "fsdp"
         weights = BF16_BYTES * (dense / (share if divide else 1) + expert / (expert_share if divide else 1))
         gradients = self.software.gradient_bytes * weights / BF16_BYTES
+        weights += BF16_BYTES * (dense + expert) * self.gathered_share
         optimizer = OPTIMIZER_BYTES * (dense + expert)
         if one.sharding != "none":
             optimizer = OPTIMIZER_BYTES * (dense / share + expert / expert_share)
-        kept = float(counts @ kinds.kept) * self.in_flight(device)
+        in_flight = self.in_flight(device)
+        if one.offload == "yes":
+            in_flight = min(in_flight, OFFLOADED_CHUNKS / one.virtual)
+        kept = float(counts @ kinds.kept) * in_flight
         if one.overlap == "yes":  # layer by layer, F of a block makes what its backward then frees
             kept += float(kinds.kept[here].max(initial=0))
         elements = 0.0
         if last or spread:
             divided = (one.tensor if self.software.logits_divided else 1) * (one.pipeline if spread else 1)
-            elements = self.tokens * model.vocabulary / divided
+            elements = (1 + model.predicted_tokens) * self.tokens * model.vocabulary / divided
         backward = float(kinds.backward[here].max(initial=0))
-        gathered = 2 * BF16_BYTES * float((kinds.dense + kinds.expert)[here].max(initial=0))
         loss = elements * self.software.loss_bytes
-        transient = max(loss, backward) + (gathered if divide else 0.0)
+        passes = one.vocabulary == "spread"  # logits are kept from S to T, between which backwards run
+        present = (layer for layer, number in zip(model.distinct_layers, counts, strict=True) if number)
+        gathered = max(map(self.gathered, present), default=0.0)
+        transient = (loss + backward if passes else max(loss, backward)) + gathered
         logits = elements * BF16_BYTES
+        if passes:
+            logits += self.pass_operand_bytes
         return Held(weights, gradients, optimizer, kept, logits, transient)
+
+    def activations(self) -> NDArray[np.float64]:
+        """Bytes that the decoder layers of each device keep of a microbatch."""
+        return np.asarray(self._counts @ self._kinds.kept)
 
     def devices(self) -> list[Held]:
         """Bytes of a rank of each device of the pipeline."""

@@ -8,24 +8,23 @@ fields is read as a llama, and `Model.assumptions` says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from optpipe.cluster.families import FAMILIES, UNKNOWN, Fields
 from optpipe.document import parse_json, read_bounded, refuse_kind
 from optpipe.document_kinds import TRANSFORMERS_CONFIG, kind_of_data
 from optpipe.errors import InputError, Issue, shown
 
-MAX_SIZE = 2**31
-"""Largest number that a field of a configuration may have."""
-MOST_LAYERS = 10_000
+MOST_LAYERS, MOST_PREDICTED = 10_000, 100
 MAX_FILE_BYTES = 2**20
 """Largest `config.json` that is read; those of published models have a few kilobytes."""
 
@@ -69,16 +68,19 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer."""
+    """A decoder layer, perhaps of multi-token prediction (DeepSeek-V3, section 2.2): what joins two inputs in front."""
 
     attention: Attention
     feed_forward: FeedForward
     norm_parameters: int
+    joining_products: int = 0
+    """Elements of the matrix that joins the layer before and the embedding of a further token."""
 
     @property
     def parameters(self) -> int:
         """Parameters of the layer."""
-        return self.attention.parameters + self.feed_forward.parameters + self.norm_parameters
+        shared = self.norm_parameters + self.joining_products
+        return self.attention.parameters + self.feed_forward.parameters + shared
 
     @property
     def active_parameters(self) -> int:
@@ -102,11 +104,8 @@ class Model:
     """Parameters of tokens, positions, projections and norms in front of the first layer."""
     head_parameters: int
     """Parameters of the last norm, and of the matrix unless it is tied."""
-    predicted_tokens: int = 0
-    """Layers of multi-token prediction behind the last one (DeepSeek-V3, section 2.2)."""
-    prediction_parameters: int = 0
-    """Parameters of all these; embedding and head are shared. Each is a layer as the last one, and what joins two
-    inputs in front of it."""
+    prediction_layers: tuple[Layer, ...] = ()
+    """Layers of multi-token prediction behind the last one. Embedding and head are shared with them."""
     assumptions: tuple[str, ...] = ()
     """Sentences about what the configuration left open."""
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -118,9 +117,24 @@ class Model:
         return self.embedding_parameters + sum(layer.parameters for layer in self.layers) + self.head_parameters
 
     @property
-    def joining_parameters(self) -> int:
-        """Parameters of the layers of multi-token prediction without the layers themselves."""
-        return self.prediction_parameters - self.predicted_tokens * self.layers[-1].parameters
+    def predicted_tokens(self) -> int:
+        """Further tokens that are predicted, each by a layer of its own."""
+        return len(self.prediction_layers)
+
+    @property
+    def prediction_parameters(self) -> int:
+        """Parameters of the layers of multi-token prediction."""
+        return sum(layer.parameters for layer in self.prediction_layers)
+
+    @cached_property
+    def stack(self) -> tuple[Layer, ...]:
+        """Layers between embedding and head, in order: those that a cut divides."""
+        return self.layers + self.prediction_layers
+
+    @property
+    def most_stages(self) -> int:
+        """Stages that the model fills: one of each layer, embedding and head; further tokens are predicted in one."""
+        return len(self.layers) + (self.predicted_tokens > 0) + 2
 
     @property
     def active_parameters(self) -> int:
@@ -128,16 +142,32 @@ class Model:
         idle = sum(layer.parameters - layer.active_parameters for layer in self.layers)
         return self.parameters - idle
 
+    def on_ranks(self, layer: Layer, tensor: int) -> Layer:
+        """A layer as `tensor` ranks of tensor parallelism hold it together.
+
+        Each has keys and values of a head at least, so where there are fewer heads of these, several hold the same.
+        """
+        one = layer.attention
+        copies = max(0, tensor - one.key_value_heads) * self.hidden * (one.query_key_width + one.value_width)
+        if not copies:
+            return layer
+        return replace(
+            layer,
+            attention=replace(
+                one, key_value_heads=tensor, products=one.products + copies, parameters=one.parameters + copies
+            ),
+        )
+
     @cached_property
     def distinct_layers(self) -> tuple[Layer, ...]:
-        """Layers that differ, in the order of their first."""
-        return tuple(dict.fromkeys(self.layers))
+        """Layers of the stack that differ, in the order of their first."""
+        return tuple(dict.fromkeys(self.stack))
 
     @cached_property
     def layers_before(self) -> NDArray[np.int64]:
-        """How many of the first k layers are of each distinct kind: shape (layers + 1, kinds)."""
+        """How many of the first k layers of the stack are of each distinct kind: shape (layers + 1, kinds)."""
         number = {layer: k for k, layer in enumerate(self.distinct_layers)}
-        one_hot = np.eye(len(number), dtype=np.int64)[[number[layer] for layer in self.layers]]
+        one_hot = np.eye(len(number), dtype=np.int64)[[number[layer] for layer in self.stack]]
         return np.vstack([np.zeros((1, len(number)), np.int64), one_hot.cumsum(0)])
 
     @property
@@ -172,102 +202,6 @@ class Model:
         }
 
 
-@dataclass(frozen=True)
-class Family:
-    """Defaults of a `model_type`: what its class does where the configuration does not say."""
-
-    norm: Literal["rms", "layer"] = "rms"
-    norms: int = 2
-    """In each layer, of the hidden width."""
-    gated: bool = True
-    tied: bool = False
-    attention_bias: bool = False
-    output_bias_follows: bool = True
-    """True if the output of attention has a bias where queries have one."""
-    mlp_bias: bool = False
-    query_key_norm: Literal["none", "head", "all"] = "none"
-    """A norm of queries and one of keys: of a head's width, or of all heads'."""
-    sinks: bool = False
-    """One more score for each head."""
-    positions: int = 0
-    """Rows of a learned embedding of positions."""
-    embedding_norm: bool = False
-    final_norm: bool = True
-    windows: Literal["all", "even", "late", "most"] = "all"
-    """Layers with the sliding window, where there is one and `layer_types` is absent: all, every second, those from
-    `max_window_layers`, all but each sixth."""
-    router_bias: bool = False
-    expert_bias: bool = False
-    shared_expert_gate: bool = False
-    key_value_heads: int | None = None
-    """In place of the field."""
-    of: Callable[[Family, Fields], Family] | None = None
-    """The row for the further fields of a configuration."""
-
-
-class Fields:
-    """Typed access to the fields of a configuration by their common names."""
-
-    def __init__(self, config: Mapping[str, Any], source: str) -> None:
-        self.config, self.source = config, source
-
-    def fault(self, name: str, code: str, detail: str) -> InputError:
-        """Error about a field."""
-        return InputError([Issue(self._key(name) or name, code, detail)], self.source)
-
-    def _key(self, name: str) -> str | None:
-        """The name under which the configuration has a field; None if it has none, or null."""
-        return next((key for key in (name, *SYNONYMS.get(name, ())) if self.config.get(key) is not None), None)
-
-    def has(self, name: str) -> bool:
-        """True if the field is given and not null."""
-        return self._key(name) is not None
-
-    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`; refused as missing where there is no default."""
-        key = self._key(name)
-        if key is None:
-            if default is None:
-                detail = "is missing. Maybe this is not the config.json of a decoder-only language model."
-                raise self.fault(name, "missing", detail)
-            return default
-        value = self.config[key]
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SIZE:
-            raise self.fault(
-                name, "not_a_size", f"is {shown(value)} but must be an integer from {least} to {MAX_SIZE}."
-            )
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
-        key = self._key(name)
-        if key is None:
-            return default
-        if not isinstance(self.config[key], bool):
-            raise self.fault(name, "not_a_flag", f"is {shown(self.config[key])} but must be true or false.")
-        return bool(self.config[key])
-
-    def items(self, name: str) -> Sequence[Any]:
-        """A list; empty where the field is absent."""
-        value = self.config.get(name)
-        if value is None or isinstance(value, list):
-            return value or ()
-        raise self.fault(name, "not_a_list", f"is {shown(value)} but must be a list.")
-
-
-SYNONYMS: Mapping[str, Sequence[str]] = {
-    "hidden_size": ("n_embd", "n_embed", "d_model"),
-    "num_hidden_layers": ("n_layer", "n_layers"),
-    "num_attention_heads": ("n_head", "n_heads"),
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
-    "intermediate_size": ("ffn_dim", "ffn_hidden_size", "n_inner"),
-    "max_position_embeddings": ("n_positions", "max_seq_len"),
-    "num_experts": ("num_local_experts", "n_routed_experts"),
-    "first_k_dense_replace": ("first_k_dense",),
-    "num_nextn_predict_layers": ("mtp_layers",),
-}
-"""Further names of a field, in configurations of other families."""
-
 NOT_READ: Mapping[str, str] = {
     "linear_num_key_heads": "linear attention",
     "mamba_num_heads": "state space layers",
@@ -278,68 +212,6 @@ NOT_READ: Mapping[str, str] = {
     "decoder_layers": "an encoder and a decoder",
 }
 """Fields of architectures that have other layers than these."""
-
-
-def _gpt2(row: Family, fields: Fields) -> Family:
-    return replace(row, positions=fields.size("max_position_embeddings", 1024))
-
-
-def _opt(row: Family, fields: Fields) -> Family:
-    bias, before = fields.flag("enable_bias", True), fields.flag("do_layer_norm_before", True)
-    return replace(
-        row,
-        positions=fields.size("max_position_embeddings") + 2,  # the class keeps two rows for padding
-        attention_bias=bias,
-        mlp_bias=bias,
-        final_norm=before and not fields.flag("_remove_final_layer_norm", False),
-    )
-
-
-def _falcon(row: Family, fields: Fields) -> Family:
-    new = fields.flag("new_decoder_architecture", False)
-    one = fields.flag("parallel_attn", True) and (not new or fields.size("num_ln_in_parallel_attn", 2) == 1)
-    groups = 1 if fields.flag("multi_query", True) and not new else None
-    return replace(row, norms=1 if one else 2, key_value_heads=groups)
-
-
-def _glm4_moe(row: Family, fields: Fields) -> Family:
-    return replace(row, query_key_norm="head" if fields.flag("use_qk_norm", False) else "none")
-
-
-_LLAMA = Family()
-_QWEN2 = Family(attention_bias=True, output_bias_follows=False, windows="late")
-_QWEN3 = Family(query_key_norm="head", windows="late")
-_GEMMA = Family(tied=True)
-_DEEPSEEK = Family(router_bias=True)
-_GPT = Family(norm="layer", gated=False, tied=True, attention_bias=True, mlp_bias=True)
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "mixtral": _LLAMA,
-    "phi3": _LLAMA,
-    "qwen2": _QWEN2,
-    "qwen2_moe": replace(_QWEN2, shared_expert_gate=True),
-    "qwen3": _QWEN3,
-    "qwen3_moe": _QWEN3,
-    "olmo2": Family(query_key_norm="all"),
-    "glm4": Family(norms=4, attention_bias=True, output_bias_follows=False),
-    "glm4_moe": Family(output_bias_follows=False, router_bias=True, of=_glm4_moe),
-    "gemma": _GEMMA,
-    "gemma2": replace(_GEMMA, norms=4, windows="even"),
-    "gemma3_text": replace(_GEMMA, norms=4, windows="most", query_key_norm="head"),
-    "deepseek_v2": _LLAMA,
-    "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
-    "gpt_oss": Family(attention_bias=True, sinks=True, windows="even", expert_bias=True),
-    "gpt2": replace(_GPT, of=_gpt2),
-    "gpt_neox": replace(_GPT, tied=False),
-    "nemotron": Family(norm="layer", gated=False),
-    "bloom": replace(_GPT, embedding_norm=True),
-    "falcon": replace(_GPT, attention_bias=False, mlp_bias=False, of=_falcon),
-    "opt": replace(_GPT, of=_opt),
-}
-"""By `model_type`."""
 
 
 @cache
@@ -387,7 +259,7 @@ class _Reader:
     """Reads one configuration."""
 
     def __init__(self, config: Mapping[str, Any], name: str, source: str) -> None:
-        self.fields = fields = Fields(config, source)
+        fields = Fields(config, source)
         for other, what in NOT_READ.items():
             if fields.has(other):
                 raise fields.fault(other, "not_read", f"stands for {what}, which has no formulas here yet.")
@@ -396,15 +268,17 @@ class _Reader:
         if not isinstance(model_type, str):
             raise fields.fault("model_type", "not_a_name", f"is {shown(model_type)} but must be a text.")
         self.name, self.model_type = name or str(config.get("_name_or_path") or model_type), model_type
-        row = FAMILIES.get(model_type)
-        if row is None:
-            row = _LLAMA
+        row = FAMILIES.get(model_type, UNKNOWN)
+        if row is UNKNOWN:
             what = f"model_type {model_type!r} is not known" if model_type else "There is no model_type"
             self.assumptions.append(f"{what}: read as a llama, but for what the fields say.")
+        self.config = config
+        self.fields = fields = Fields(row.seen(config) if row is not UNKNOWN else config, source)
         self.family = row.of(row, fields) if row.of else row
         self.hidden, self.heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-        layer_norm = str(config.get("norm") or self.family.norm).lower().startswith("layer")
-        self.norm_parameters = self.hidden * (2 if layer_norm else 1)
+        layer_norm = str(fields.config.get("norm") or self.family.norm).lower().startswith("layer")
+        affine = fields.flag("layer_norm_elementwise_affine", True)
+        self.norm_parameters = self.hidden * ((2 if layer_norm else 1) if affine else 0)
 
     def model(self) -> Model:
         """The model."""
@@ -421,8 +295,12 @@ class _Reader:
         if width != h:  # projections behind the embedding and in front of the head
             embedding, head = embedding + width * h, head + width * h
         predicted = fields.size("num_nextn_predict_layers", 0, least=0)
-        # Each joins two normed inputs by a matrix, and has a norm in front of the head that all share.
-        prediction = predicted * (layers[-1].parameters + 2 * h * h + 3 * self.norm_parameters)
+        if predicted > MOST_PREDICTED:
+            detail = f"is {predicted} but at most {MOST_PREDICTED} are read."
+            raise fields.fault("num_nextn_predict_layers", "too_large", detail)
+        # Each is as the last layer, joins two normed inputs, and has a norm in front of the head that all share.
+        norms = layers[-1].norm_parameters + 3 * self.norm_parameters
+        prediction = replace(layers[-1], norm_parameters=norms, joining_products=2 * h * h)
         return Model(
             name=self.name,
             model_type=self.model_type,
@@ -432,10 +310,9 @@ class _Reader:
             tied=tied,
             embedding_parameters=embedding,
             head_parameters=head,
-            predicted_tokens=predicted,
-            prediction_parameters=prediction,
+            prediction_layers=(prediction,) * predicted,
             assumptions=tuple(self.assumptions),
-            config=fields.config,
+            config=self.config,
         )
 
     def _layer(self, index: int) -> Layer:
@@ -486,7 +363,7 @@ class _Reader:
 
     def _window(self, index: int) -> int | None:
         fields = self.fields
-        if not fields.has("sliding_window") or not fields.flag("use_sliding_window", self.family.windows != "late"):
+        if not fields.has("sliding_window") or not fields.flag("use_sliding_window", self.family.slides):
             return None
         kinds = fields.items("layer_types")
         if index < len(kinds):
@@ -499,6 +376,8 @@ class _Reader:
                     slides = True
                 case "even":
                     slides = index % 2 == 0
+                case "early":
+                    slides = index % 2 == 0 and index < fields.size("max_window_layers", least=0)
                 case "late":
                     slides = index >= fields.size("max_window_layers", 0, least=0)
                 case "most":
@@ -515,9 +394,7 @@ class _Reader:
 
     def _dense(self) -> FeedForward:
         width = self.fields.size("intermediate_size", None if self._gated else 4 * self.hidden)
-        products, parameters = self._mlp(
-            width, self.fields.flag("mlp_bias", self.fields.flag("bias", self.family.mlp_bias))
-        )
+        products, parameters = self._mlp(width, self._mlp_bias)
         return FeedForward(width, products, parameters)
 
     def _experts(self) -> FeedForward:
@@ -532,11 +409,15 @@ class _Reader:
         parameters = products + (experts if fields.flag("router_score_bias", biased or self.family.router_bias) else 0)
         shared = fields.size("n_shared_experts", 0, least=0) * width
         if shared := fields.size("shared_expert_intermediate_size", shared, least=0):
-            more = self._mlp(shared, False)[0]
-            more += h if fields.flag("shared_expert_gate", self.family.shared_expert_gate) else 0
-            products, parameters = products + more, parameters + more
+            gate = h if fields.flag("shared_expert_gate", self.family.shared_expert_gate) else 0
+            more, with_bias = self._mlp(shared, self._mlp_bias)
+            products, parameters = products + more + gate, parameters + with_bias + gate
         parameters += experts * expert_parameters
         return FeedForward(width, products, parameters, experts, chosen, expert_products, expert_parameters)
+
+    @property
+    def _mlp_bias(self) -> bool:
+        return self.fields.flag("mlp_bias", self.fields.flag("bias", self.family.mlp_bias))
 
     @property
     def _gated(self) -> bool:

@@ -41,9 +41,9 @@ WITHOUT_PREDICTION = re.compile(r"\b(w/o|without|no) MTP\b")
 OVERLAPPED = re.compile(r"\bep\b")
 """Exchanges of experts among what a row says to be overlapped."""
 SPREAD: Mapping[str, Vocabulary] = {
-    "vocab-1": "spread",
-    "vocab-2": "spread",
-    "interlaced": "spread",
+    "vocab-1": "spread-ends",
+    "vocab-2": "spread-ends",
+    "interlaced": "spread-ends",
     "redistribute": "balanced",
     "redis": "balanced",
 }
@@ -159,8 +159,8 @@ def _row(name: str, cells: Mapping[str, str], models: Mapping[str, Mapping[str, 
         expert = expert_tensor = 1
     if gpus % (pipeline * expert * expert_tensor):
         raise _RefusedError(f"pp x ep x etp = {pipeline * expert * expert_tensor} does not divide {gpus} GPUs")
-    if pipeline * virtual > len(model.layers) + 2:
-        raise _RefusedError(f"{len(model.layers)} layers do not fill {pipeline} x {virtual} stages")
+    if pipeline * virtual > model.most_stages:
+        raise _RefusedError(f"{len(model.stack)} layers do not fill {pipeline} x {virtual} stages")
     schedule = cells.get("schedule", "").split(" ")[0]
     strategy = Strategy(
         tensor=tensor,
@@ -176,7 +176,7 @@ def _row(name: str, cells: Mapping[str, str], models: Mapping[str, Mapping[str, 
         recompute=_recompute(cells.get("recompute", "")),
         overlap="yes" if expert > 1 and OVERLAPPED.search(cells.get("overlap", "")) else "no",
         sequence_parallel=_sequence_parallel(cells),
-        vocabulary=SPREAD.get(variant, "ends"),
+        vocabulary=SPREAD.get(variant, "last"),
         schedule=SCHEDULES.get(schedule, schedule) or ("1f1b" if virtual == 1 else "interleaved-1f1b"),
     )
     return Row(

@@ -238,7 +238,11 @@ def _mode_names(problem: Problem, orders: Orders) -> dict[tuple[int, int], str]:
 
 
 def compile_forward(
-    placement: Sequence[int], microbatches: int, devices: int | None = None, slices: int = 1
+    placement: Sequence[int],
+    microbatches: int,
+    devices: int | None = None,
+    slices: int = 1,
+    vocabulary: VocabularyPasses | None = None,
 ) -> Program:
     """Compile a checked program of forwards only; `placement[s]` is the device of stage s.
 
@@ -247,6 +251,9 @@ def compile_forward(
     sequence, and each message is one entry, right after the F that makes it. A forward needs only the previous wave, so
     the sequence is a valid execution for any placement. Within a wave earlier stages come first, so a receive is issued
     before the forward that runs while the message arrives.
+
+    With a `vocabulary` layer on all devices both passes of a microbatch end the wave of its last F, as in Algorithm 1:
+    the second finds the loss where it would begin the backward.
     """
     count = max(placement) + 1 if devices is None else devices
     units = microbatches * slices
@@ -259,9 +266,15 @@ def compile_forward(
                 peer = placement[s + 1]
                 lists[home].append(Action("SEND_F", s, i, peer=peer))
                 lists[peer].append(Action("RECV_F", s + 1, i, peer=home))
-    program = with_events(
-        Program(microbatches, tuple(placement), tuple(map(tuple, lists)), ((),) * count, slices=slices)
-    )
+        if vocabulary is not None and wave >= len(placement) - 1:
+            broadcast, gather, _ = EXCHANGES
+            for kind in (broadcast, vocabulary.logits, gather, vocabulary.weights):
+                for d, own in enumerate(lists):
+                    own.append(Action(kind, d, wave - len(placement) + 1))
+    if vocabulary is not None:
+        vocabulary = vocabulary._replace(barriers=2)
+    actions, slabs = tuple(map(tuple, lists)), ((),) * count
+    program = with_events(Program(microbatches, tuple(placement), actions, slabs, slices=slices, vocabulary=vocabulary))
     check_program(program)
     return program
 

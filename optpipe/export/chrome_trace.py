@@ -19,6 +19,7 @@ from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, ScheduledOp
 from optpipe.trace.document import LANES, MeasuredAction, Trace
+from optpipe.units import bytes_text
 
 
 def chrome_trace(schedule: Schedule) -> dict[str, Any]:
@@ -44,8 +45,8 @@ def chrome_trace(schedule: Schedule) -> dict[str, Any]:
 
 def _names(schedule: Schedule) -> Iterator[Event]:
     for d, (device, plan) in enumerate(zip(schedule.problem.devices, schedule.devices, strict=True)):
-        budget = "no limit" if device.memory_bytes is None else f"{device.memory_bytes} bytes"
-        labels = f"peak {plan.peak_bytes} bytes, budget {budget}"
+        budget = "no limit" if device.memory_bytes is None else bytes_text(device.memory_bytes)
+        labels = f"peak {bytes_text(plan.peak_bytes)}, budget {budget}"
         yield from name_events(d, device.name or f"device {d}", labels, STREAMS)
 
 
@@ -174,7 +175,7 @@ def measured_chrome_trace(trace: Trace) -> dict[str, Any]:
 
 def _measured_names(trace: Trace) -> Iterator[Event]:
     for d, (planned, device) in enumerate(zip(trace.schedule.problem.devices, trace.devices, strict=True)):
-        labels = f"measured, peak {device.peak_bytes} bytes, process {device.process}"
+        labels = f"measured, peak {bytes_text(device.peak_bytes)}, process {device.process}"
         yield from name_events(d, planned.name or f"device {d}", labels, LANES)
 
 

@@ -85,15 +85,15 @@ def partition_of_layout(text: str, profile: LayerProfile, devices: int, field: s
 def layout_text(sizes: Sequence[int], *, has_embedding: bool = True, has_head: bool = True, predicted: int = 0) -> str:
     """Layout of stages with so many layers, of which the first is the embedding and the last the head if they exist.
 
-    `predicted`: layers of multi-token prediction in front of the loss, which count as the head.
+    `predicted`: layers of multi-token prediction, the last ones in front of the head.
     """
-    letters = "E" * has_embedding + "t" * (sum(sizes) - has_embedding - has_head) + "L" * has_head
+    layers = sum(sizes) - has_embedding - has_head - predicted
+    letters = "E" * has_embedding + "t" * layers + "m" * predicted + "L" * has_head
     stages, begin = [], 0
     for size in sizes:
         stages.append(letters[begin : begin + size])
         begin += size
     stages[0], stages[-1] = "E" * (not has_embedding) + stages[0], stages[-1] + "L" * (not has_head)
-    stages[-1] = stages[-1].replace("L", "m" * predicted + "L")
     return _shortened(stages)
 
 

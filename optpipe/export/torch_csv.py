@@ -39,7 +39,8 @@ from optpipe.ops import Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
-from optpipe.trace.observed import observed_schedule
+from optpipe.timed import timed_schedule
+from optpipe.units import budget_text
 from optpipe.worst_case_memory import worst_case_peak_bytes
 
 
@@ -176,13 +177,12 @@ def _offloads(schedule: Schedule) -> Iterator[Issue]:
     """Devices with offload: torch has no action for copies to the host."""
     for d, device in enumerate(schedule.devices):
         if len(device.offload):
-            budget = schedule.problem.devices[d].memory_bytes
+            memory = budget_text(peak_bytes_without_offload(schedule)[d], schedule.problem.devices[d].memory_bytes)
             yield Issue(
                 ("devices", d, "offload"),
                 "offload",
                 f"has {len(device.offload)} ops, but torch's runtime has none for offload. Maybe drop them "
-                f"(--drop-offload) if the device has {peak_bytes_without_offload(schedule)[d]} bytes (budget: "
-                f"{'no limit' if budget is None else f'{budget} bytes'}).",
+                f"(--drop-offload), which takes {memory}.",
             )
 
 
@@ -238,7 +238,7 @@ def read_torch_csv(content: bytes, source: str, problem: Problem | None = None) 
     blocks = {first: last for first, last in pairs if problem.block_of_units_us(first, last) is not None}
     orders = replace(Orders.of_compute(compute), microbatch_order=microbatch_order, blocks=blocks)
     return TorchSchedule(
-        observed_schedule(problem, orders, "torch-csv"),
+        timed_schedule(orders, simulate(problem, orders), "torch-csv"),
         dropped=sum(action.op is None for rank in ranks for action in rank),
         overlapped=len(pairs) - len(blocks),
     )

@@ -39,8 +39,12 @@ class Absent(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The first floating-point tensor among the arguments; zeros for a module that makes tensors from others."""
         of_others = isinstance(self.__dict__["_stands_for"], nn.Embedding)  # some look positions up by a mask
+        module = self.__dict__["_stands_for"]
         for value in (*inputs, *named.values()):
             if isinstance(value, Tensor) and value.is_floating_point() and not of_others:
+                projects = isinstance(module, nn.Linear) and value.shape[-1] == module.in_features
+                if projects and module.in_features != module.out_features:
+                    break  # between embeddings and hidden states of another size
                 return self._returned(value)
         return self._zeros(*inputs, **named)
 
@@ -60,6 +64,14 @@ class Absent(nn.Module):
 
     def __repr__(self) -> str:
         return f"{type(self.__dict__['_stands_for']).__name__} of another stage"
+
+
+def give_buffers(model: nn.Module) -> None:
+    """Put ones on the CPU in place of a model's buffers that are on the meta device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.ones_like(buffer, device="cpu")
 
 
 def on_meta(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue, needs_extra
-from optpipe.models.absent import Absent, prune, pruned_copy
+from optpipe.models.absent import Absent, give_buffers, prune, pruned_copy
 from optpipe.models.cut import Unit, evenly, parse_cut, ranges, structure
 from optpipe.models.hugging_face_stage import Balancing, ModelStage
 from optpipe.models.loss import LabelLoss, PerToken
@@ -38,6 +38,9 @@ PREFIX = "hf:"
 
 PART = "model."
 """Prefix of the names of a stage's parameters, before the names that the model gives them."""
+
+LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
+"""Fields that say how many layers there are: those of a decoder alone are the second and the third."""
 
 SLICED = ("gpt2", "llama", "qwen2", "qwen3")
 """Kinds of models (`model_type`) whose attention may run slice by slice."""
@@ -268,19 +271,20 @@ class HuggingFace:
 
     def _find_layers(self) -> tuple[list[str], str]:
         """The modules from the whole model down to the one with the layers, and the name of the list of layers."""
-        count = getattr(self.config.get_text_config(), "num_hidden_layers", None)
+        config = self.config.get_text_config()
+        counts = {name: count for name in LAYER_COUNTS if isinstance(count := getattr(config, name, None), int)}
         lists = [
             name
             for name, module in self._whole.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == count
+            if isinstance(module, nn.ModuleList) and len(module) in counts.values()
         ]
         outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
         if len(outer) != 1:
             found = f"{len(outer)} lists of modules are that long" if outer else "no list of modules is that long"
+            said = " and ".join(f"{name} {count}" for name, count in counts.items()) or "no number of layers"
             self._refuse(
                 "no_layers",
-                f"is {self.kind.__name__} with num_hidden_layers {count}, but {found}, so it cannot be cut by layers. "
-                f"{OWN_STAGES}",
+                f"is {self.kind.__name__} with {said}, but {found}, so it cannot be cut by layers. {OWN_STAGES}",
             )
         parts = outer[0].split(".")
         return [".".join(parts[:n]) for n in range(len(parts))], outer[0]
@@ -341,7 +345,7 @@ class HuggingFace:
             trunk, _, own = self._layers.rpartition(".")
             if own not in plan:
                 what = "does not run with layers that hand on one tensor, and has no pipeline plan"
-                self._refuse("not_run", f"{what}: {_line(error)} {OWN_STAGES}")
+                self._refuse("not_run", f"{what}: {_reason(error)} {OWN_STAGES}")
             order = [f"{trunk}.{name}" + (".0" if name == own else "") for name in plan]
         if not any(name.startswith(f"{self._layers}.") for name in order):
             self._refuse("no_layers", f"does not run {self._layers}. {OWN_STAGES}")
@@ -367,6 +371,7 @@ class HuggingFace:
         order: list[str] = []
         shapes: set[torch.Size] = set()
         model = pruned_copy(self._whole, self._spine, (), in_tuple=self._in_tuple)
+        give_buffers(model)
         blocks: Any = model.get_submodule(self._layers)
         for block in blocks:
             block.register_forward_pre_hook(lambda _, inputs: shapes.update(x.shape for x in inputs[:1]))
@@ -402,6 +407,9 @@ class HuggingFace:
             read_before=self._read_before,
         )
         stage.takes_slices = self.takes_slices
+        if last and self._reads.head and self._balanced is None:
+            parent, _, head = self._reads.head.rpartition(".")
+            setattr(model.get_submodule(parent), "vocabulary_layer", head)  # noqa: B010  # modules have no such name
         return stage
 
     @property
@@ -520,6 +528,15 @@ def save_weights(identity: Mapping[str, Any], weights: Mapping[str, Tensor], fol
     model.tie_weights(recompute_mapping=False)
     with _quiet():
         model.save_pretrained(folder)
+
+
+def _reason(error: Exception) -> str:
+    """Reason why a model failed with placeholders in place of its modules, where its error says so."""
+    if isinstance(error, ValueError) and "to unpack" in str(error):
+        return "the model takes more from each layer than hidden states."
+    if isinstance(error, RuntimeError) and "meta" in str(error):
+        return "the model computes with weights outside their modules, which may be in another stage."
+    return _line(error)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class ModelStage(nn.Module):
     def _send(self, _layer: nn.Module, _inputs: Any, output: Any) -> None:
         """Keep the output of the stage's last layer: what the model computes from it belongs to other stages."""
         if self._running:
-            self._sent = output[0] if isinstance(output, tuple) else output
+            self._sent = output[0] if isinstance(output, tuple | list) else output
 
     def _keep_logits(self, _router: nn.Module, _inputs: Any, output: Any) -> None:
         """Keep the logits of a router in `forward` only: a checkpoint runs the router again in the backward."""
@@ -166,7 +166,7 @@ class Balancing:
 
 
 def _refuse_tensors(layer: nn.Module, _inputs: Any, output: Any) -> None:
-    if not isinstance(output, tuple) or not isinstance(output[0], Tensor):
+    if not isinstance(output, tuple | list) or not isinstance(output[0], Tensor):
         kinds = type(layer).__name__, type(output).__name__
         raise TrainingError(f"a layer of kind {kinds[0]} returns {kinds[1]}, but others a tuple. {OWN_STAGES}")
 

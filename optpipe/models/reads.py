@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue
-from optpipe.models.absent import Absent, on_meta, pruned_copy
+from optpipe.models.absent import Absent, give_buffers, on_meta, pruned_copy
 from optpipe.models.loss import IGNORED, LabelLoss
 from optpipe.runtime.loss import total_loss
 from optpipe.runtime.torch_private import tree_leaves, tree_map_only
@@ -76,10 +76,14 @@ class Cuttable:
 
 @dataclass(frozen=True)
 class Reads:
-    """`main`: stages behind the first read the model's main input too. `shift`: the loss shifts the labels."""
+    """`main`: stages behind the first read the model's main input too. `shift`: the loss shifts the labels.
+
+    `head`: name of the module whose output the logits are, unchanged; None where they are computed from it.
+    """
 
     main: bool
     shift: bool
+    head: str | None
 
 
 def examine(parts: Cuttable) -> Reads:
@@ -90,17 +94,22 @@ def examine(parts: Cuttable) -> Reads:
     """
     with torch.enable_grad():  # which shows dependences, also for a caller who computes without gradients
         whole = _run_whole(parts)
-        return Reads(_main_is_read(parts, whole), _shift(parts))
+        heads = [next((name for name, made in run.made.items() if made is run.output.logits), None) for run in whole]
+        return Reads(_main_is_read(parts, whole), _shift(parts), heads[0] if len({*heads}) == 1 else None)
 
 
 @dataclass
 class _Run:
-    """Arguments of each layer by name, the hidden states left out, and the logits. `roots`: tensors drawn, by name."""
+    """Arguments of each layer by name, the hidden states left out, and the logits. `roots`: tensors drawn, by name.
+
+    `made`: what each other module has returned, where that is one tensor.
+    """
 
     layers: list[str]
     arguments: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
     hidden: dict[str, Tensor] = field(default_factory=dict)
     roots: list[tuple[str, Tensor]] = field(default_factory=list)
+    made: dict[str, Any] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     output: Any = None
 
@@ -138,7 +147,9 @@ class _Drawn(Absent):
             value = drawn(like)
             return value + none.to(value.dtype) if value.is_floating_point() else value
 
-        return tree_map_only(Tensor, dependent, on_meta(self.__dict__["_stands_for"], inputs, named))
+        made = tree_map_only(Tensor, dependent, on_meta(self.__dict__["_stands_for"], inputs, named))
+        run.made[name] = made
+        return made
 
     def _note(
         self, run: _Run, name: str, inputs: Sequence[Any], named: Mapping[str, Any], floats: Sequence[Tensor]
@@ -164,10 +175,9 @@ def _hollow(parts: Cuttable, drawn: Collection[str]) -> tuple[Any, _Run]:
         module = parts.model.get_submodule(name)
         in_tuple = parts.in_tuple is not None and name in run.layers
         model.set_submodule(name, _Drawn(module, name, run, in_tuple=in_tuple))
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.ones_like(buffer, device="cpu")
+    give_buffers(model)
+    any_one = nn.Parameter(torch.zeros((), dtype=parts.model.dtype))  # some models ask for the type of one
+    model.get_submodule(parts.spine[-1]).register_parameter("_any", any_one)
     return nn.Module.eval(model), run
 
 
@@ -242,17 +252,19 @@ def _difference(parts: Cuttable, whole: Sequence[_Run], *, main: bool) -> str | 
     for inputs, expected in zip(_inputs(parts), whole, strict=True):
         for base in (False, True):
             model, run = _hollow(parts, [*parts.each_layer, *parts.each_behind])
-            states = torch.randn(expected.hidden[expected.layers[-1]].shape)
+            states = torch.randn(expected.hidden[expected.layers[-1]].shape).to(parts.model.dtype)
             taken = dict(inputs)
             if not main:
                 name = parts.model.main_input_name
                 del taken[name]
                 takes = inspect.signature(type(parts.model).forward).parameters
-                taken["inputs_embeds" if "inputs_embeds" in takes else name] = states.to(parts.model.dtype)
+                taken["inputs_embeds" if "inputs_embeds" in takes else name] = states
             try:
                 run.output = (model.base_model if base else model)(**taken, return_dict=True)
             except Exception as error:
                 return f"a stage, which ends in {type(error).__name__}: {str(error).splitlines()[:1]}"
+            if states._version:
+                _refuse(parts, "in_place", "changes its embeddings in place, and so what a later stage receives.")
             for name in expected.layers[1:]:
                 own, theirs = run.arguments[name], expected.arguments[name]
                 for argument in own.keys() | theirs.keys():

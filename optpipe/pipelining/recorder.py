@@ -30,7 +30,8 @@ from optpipe.runtime.recorder import Recorder as ActionRecorder
 from optpipe.runtime.trace_step import Clock, align_clocks
 from optpipe.runtime.weight_gradients import compiled_part, is_distributed
 from optpipe.schedule import Schedule
-from optpipe.trace.observed import observed_schedule
+from optpipe.simulate import simulate
+from optpipe.timed import timed_schedule
 from optpipe.trace.record import Held, RankRecord, RecordedMemory, RecordedStage, RecordedStep, Timed
 
 COPIES_OF_A_PARAMETER = 4
@@ -349,4 +350,4 @@ def recording_schedule(
         for s, device in reversed([*enumerate(placement)]):
             lists[device][0].extend(Op(kind, s, i) for kind in kinds if kind not in ("O", "R"))
     orders = Orders([DeviceOrders(*map(OpArray.of, streams)) for streams in lists], modes=numbers if names else None)
-    return observed_schedule(problem, orders, "recording")
+    return timed_schedule(orders, simulate(problem, orders), "recording")

@@ -142,7 +142,8 @@ def _draw_labels(panel: Panel, schedule: Schedule, d: int, row: _Rows) -> None:
         compute.middle, printable(device.name, LONGEST_DEVICE_NAME) or f"device {d}", fontsize=size, fontweight="bold"
     )
     panel.text_left(row.memory.middle, _stages_text(schedule.problem.stages_of[d]), fontsize=size - 1, color=FAINT_INK)
-    panel.text_right(compute.middle, idle_text(schedule.idle_us(d), panel.unit), fontsize=size - 1, color=FAINT_INK)
+    idle = f"idle {idle_text(schedule.idle_us(d), panel.unit)}"
+    panel.text_right(compute.middle, idle, fontsize=size - 1, color=FAINT_INK)
     for name in ("offload", "reload"):
         lane = row.streams.get(name)
         if lane and lane.height >= NAMED_LANE_INCHES:
@@ -178,4 +179,5 @@ def _draw_header(panel: Panel, schedule: Schedule, scale: MemoryScale) -> None:
     panel.text_above(0.5, figures_text(schedule), fontsize=10.5)
     budgets = any(scale.shows(device.memory_bytes) for device in schedule.problem.devices)
     most_stages = max(map(len, schedule.problem.stages_of))
-    draw_legend(panel, op_entries(kinds_in(schedule), most_stages) + memory_entries(budgets))
+    entries = op_entries(kinds_in(schedule), most_stages, idle_figures=True)
+    draw_legend(panel, entries + memory_entries(budgets))

@@ -335,8 +335,13 @@ def peak_text(peak_bytes: int, budget_bytes: int | None, scale: MemoryScale) -> 
 Entry = tuple[Handle, str]
 
 
-def op_entries(kinds: Collection[str], stages: int, names_only: bool = False) -> list[Entry]:
-    """Legend entries for ops of `kinds` with up to `stages` stages per device; in a column only the kinds' names."""
+def op_entries(
+    kinds: Collection[str], stages: int, names_only: bool = False, idle_figures: bool = False
+) -> list[Entry]:
+    """Legend entries for ops of `kinds` with up to `stages` stages per device; in a column only the kinds' names.
+
+    With `idle_figures` the last one says what the three numbers of `idle_text` are.
+    """
     crowded = not {*RECOMPUTATIONS}.isdisjoint(kinds)
     entries: list[Entry] = [
         (
@@ -348,7 +353,7 @@ def op_entries(kinds: Collection[str], stages: int, names_only: bool = False) ->
     if stages > 1 and not names_only:
         shades = tuple(Patch(facecolor=op_colour("F", rank, stages)) for rank in range(min(stages, 6)))
         entries.append((shades, "first to last stage"))
-    return [*entries, (Patch(facecolor=IDLE), "idle")]
+    return [*entries, (Patch(facecolor=IDLE), "idle before + within + after" if idle_figures else "idle")]
 
 
 def memory_entries(budgets: bool) -> list[Entry]:
@@ -373,7 +378,8 @@ LEGEND_INCHES = 0.17
 def draw_legend(panel: Panel, entries: list[Entry]) -> None:
     """Draw the legend in one row above the panel, from the figure's left margin."""
     anchor = (GUTTER_INCHES - panel.margins.left) / panel.width, 1 + LEGEND_INCHES / panel.height
-    draw_legend_row(panel.axes, entries, anchor, "lower left", handlelength=1.6, handletextpad=0.5, columnspacing=1.2)
+    room = panel.margins.left + panel.width + panel.margins.right - 2 * GUTTER_INCHES
+    _draw_row(panel, entries, anchor, room, 9.0, handlelength=1.6, handletextpad=0.5, columnspacing=1.2)
 
 
 COLUMN_POINTS = 7.0
@@ -382,14 +388,20 @@ COLUMN_MARGINS = Margins(left=0.3, right=0.12, top=0.24, bottom=0.38)
 
 
 def draw_column_legend(panel: Panel, entries: list[Entry]) -> None:
-    """Draw the legend above a panel in a column of print, as small as its text or smaller, to fit in one row."""
+    """Draw the legend above a panel in a column of print, as small as its text."""
     left = GUTTER_INCHES / 2 - panel.margins.left
     anchor, room = (left / panel.width, 1 + 0.07 / panel.height), panel.width - left
-    lengths = {"handlelength": 1.1, "handletextpad": 0.35, "columnspacing": 0.9}
-    legend = draw_legend_row(panel.axes, entries, anchor, "lower left", fontsize=COLUMN_POINTS, **lengths)
-    share = room * panel.figure.dpi / legend.get_window_extent().width
+    _draw_row(panel, entries, anchor, room, COLUMN_POINTS, handlelength=1.1, handletextpad=0.35, columnspacing=0.9)
+
+
+def _draw_row(
+    panel: Panel, entries: list[Entry], anchor: tuple[float, float], room_inches: float, points: float, **lengths: float
+) -> None:
+    """Draw a legend row with text of a size, or as much smaller as it has to be to fit."""
+    legend = draw_legend_row(panel.axes, entries, anchor, "lower left", fontsize=points, **lengths)
+    share = room_inches * panel.figure.dpi / legend.get_window_extent().width
     if share < 1:  # drawing another one replaces it
-        draw_legend_row(panel.axes, entries, anchor, "lower left", fontsize=share * COLUMN_POINTS, **lengths)
+        draw_legend_row(panel.axes, entries, anchor, "lower left", fontsize=share * points, **lengths)
 
 
 OBJECTIVE_NAMES = {"makespan": "makespan", "device_span": "device span"}

@@ -35,7 +35,7 @@ MOST_SCHEDULED, MOST_BEATEN = 8, 4
 LONGEST_NAME = 34
 CHOICES = (
     *("tp", "cp", "ep", "etp", "dp", "pp", "vpp"),
-    *("microbatch_size", "sharding", "recompute", "precision", "overlap"),
+    *("microbatch_size", "sharding", "recompute", "precision", "overlap", "vocabulary"),
 )
 """Fields that tell strategies apart."""
 
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 USEFUL = Kind("products, attention, experts", (), "#0072B2")
 TIME_KINDS = (
     USEFUL,
-    Kind("recomputation", ("recomputation",), "#56B4E9"),
+    Kind("recomputation", ("recomputation", "offload"), "#56B4E9"),
     Kind("memory-bound work, launches", ("memory", "launch"), "#8A95A5"),
     Kind("tensor parallel", ("tensor",), "#E69F00"),
     Kind("context parallel", ("context",), "#F0E442"),
@@ -189,7 +189,8 @@ def _draw_strategies(
                 axes.add_patch(Rectangle((begin, row - 0.31), width, 0.62, facecolor=kind.colour, edgecolor="none"))
                 begin += width
             text = time_text(seconds * 1e6, unit)
-            weight = "bold" if _choices(entry) == taken else "normal"
+            if _choices(entry) == taken:
+                text, weight = f"{text}, taken", "bold"
         axes.text(
             seconds * scale + 0.012 * longest_s * scale,
             row,
@@ -199,9 +200,8 @@ def _draw_strategies(
             fontweight=weight,
             color=INK,
         )
-        name = printable(entry["name"], LONGEST_NAME) + ("  (taken)" if weight == "bold" else "")
         axes.annotate(
-            name,
+            printable(entry["name"], LONGEST_NAME),
             (0, row),
             xytext=(-7, 0),
             textcoords="offset points",

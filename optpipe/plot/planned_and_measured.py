@@ -30,7 +30,7 @@ from optpipe.plot.panel import (
 from optpipe.plot.style import FAINT_INK, INK, op_colour
 from optpipe.trace.compare import Comparison, Span
 from optpipe.trace.document import MeasuredDevice, Trace
-from optpipe.units import bytes_text, percent_text, time_text, time_unit
+from optpipe.units import bytes_text, idle_text, time_text, time_unit
 
 MARGINS = Margins(left=1.75, right=2.6, top=1.15, bottom=0.6)
 LONGEST_DEVICE_NAME = 10
@@ -96,7 +96,7 @@ def planned_and_measured_panel(trace: Trace, comparison: Comparison) -> Panel:
     measured = [box for part in boxes[len(rows) :] for box in part]
     _draw_path(panel, [box for box in measured if box.op in comparison.path_ops])
     for d, pair in enumerate(rows):
-        _draw_labels(panel, trace, comparison, d, pair)
+        _draw_labels(panel, trace, comparison, d, pair, factor)
     _draw_header(panel, trace, comparison, factor)
     return panel
 
@@ -146,7 +146,9 @@ def _draw_path(panel: Panel, boxes: Sequence[Box]) -> None:
     panel.axes.add_collection(frames, autolim=False)
 
 
-def _draw_labels(panel: Panel, trace: Trace, comparison: Comparison, d: int, pair: tuple[_Row, _Row]) -> None:
+def _draw_labels(
+    panel: Panel, trace: Trace, comparison: Comparison, d: int, pair: tuple[_Row, _Row], factor: float
+) -> None:
     device, figures = trace.schedule.problem.devices[d], comparison.devices[d]
     planned, measured = (row.compute.middle for row in pair)
     size = 9.5 if pair[0].compute.height > 0.2 else 7.5
@@ -163,13 +165,11 @@ def _draw_labels(panel: Panel, trace: Trace, comparison: Comparison, d: int, pai
     )
     panel.text_left(planned, "planned", fontsize=size - 1, color=FAINT_INK)
     panel.text_left(measured, comparison.basis, fontsize=size - 1, color=FAINT_INK)
-    expected = _figures_text(figures.planned_bubble, figures.expected_peak_bytes)
-    panel.text_right(planned, expected, fontsize=size - 1, color=FAINT_INK)
-    panel.text_right(measured, _figures_text(figures.bubble, figures.peak_bytes), fontsize=size - 1, color=INK)
-
-
-def _figures_text(bubble: float, peak_bytes: int) -> str:
-    return f"bubble {percent_text(bubble)}, peak {bytes_text(peak_bytes)}"
+    planned_idle_us = [factor * us for us in figures.planned_idle_us]
+    rows = ((planned, planned_idle_us, figures.expected_peak_bytes), (measured, figures.idle_us, figures.peak_bytes))
+    for (y, idle_us, peak_bytes), color in zip(rows, (FAINT_INK, INK), strict=True):
+        text = f"idle {idle_text(idle_us, panel.unit)}, peak {bytes_text(peak_bytes)}"
+        panel.text_right(y, text, fontsize=size - 1, color=color)
 
 
 def _draw_header(panel: Panel, trace: Trace, comparison: Comparison, factor: float) -> None:
@@ -184,6 +184,7 @@ def _draw_header(panel: Panel, trace: Trace, comparison: Comparison, factor: flo
         f"{comparison.basis} {time_text(step_us, unit)}   ·   ratio {step_us / (planned_us * factor or 1):.3f}{turns}",
         fontsize=10.5,
     )
-    entries = op_entries(kinds_in(trace.schedule), max(map(len, trace.schedule.problem.stages_of)))
+    most_stages = max(map(len, trace.schedule.problem.stages_of))
+    entries = op_entries(kinds_in(trace.schedule), most_stages, idle_figures=True)
     path = (Patch(facecolor="none", edgecolor=INK, linewidth=PATH_POINTS), f"decides the end ({comparison.basis})")
     draw_legend(panel, [*entries, path])

@@ -33,6 +33,7 @@ from optpipe.schedule import Schedule
 from optpipe.trace import Trace
 from optpipe.trace.compare import Comparison, compare
 from optpipe.trace.document import ActionRow, Part, assemble
+from optpipe.units import bytes_text
 
 Batch = tuple[Sequence[Tree], Sequence[Tree]]
 
@@ -132,9 +133,11 @@ def _wrong_peaks(
         if excess := plan.excess(d, peak_bytes, margin):
             yield excess
         elif exact and peak_bytes < plan.peak_bytes:
+            less = bytes_text(plan.peak_bytes - peak_bytes)
             yield (
-                f"device {d} held {peak_bytes:,} bytes at its peak, but {plan.peak_bytes:,} were predicted. Maybe a "
-                "module of its stages keeps less after its first microbatch."
+                f"device {d} held {bytes_text(peak_bytes)} at its peak, {less} less than the "
+                f"{bytes_text(plan.peak_bytes)} that were predicted. Maybe a module of its stages keeps less after its "
+                "first microbatch."
             )
 
 

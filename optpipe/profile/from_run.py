@@ -22,6 +22,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.stage import WITHOUT_BACKWARD
 from optpipe.trace.record import Held, RankRecord, RecordedStage, Timed
+from optpipe.units import bytes_text
 
 FIRST_BEFORE = {row.name: {kind for duty in row.duties if duty != "C" for kind in covering(duty)} for row in ROWS}
 """Kinds of ops of a stage before which an op is its first: F may gather parameters then, backwards make gradients."""
@@ -140,8 +141,8 @@ class RecordedRun:
             if excess[-1] <= 0:
                 return every
         detail = (
-            f"is {memory_bytes:,} bytes, {min(excess):,} too few for this schedule however often gradients are "
-            "reduced. Maybe solve for less memory."
+            f"is {bytes_text(memory_bytes)}, {bytes_text(min(excess))} too few for this schedule however often "
+            "gradients are reduced. Maybe solve for less memory."
         )
         raise InputError([Issue("--memory", "too_small", detail)])
 
@@ -162,9 +163,10 @@ class RecordedRun:
             left = int(memory_bytes * (1 - margin)) - held
             if left < 0:
                 detail = (
-                    f"is {memory_bytes:,} bytes, but parameters, gradients and Adam's moments take {held:,} on device "
-                    f"{device}, with what is gathered and reduced in a step. Maybe shard more, use more devices, or "
-                    "reduce gradients after every microbatch (--reduce-every 1)."
+                    f"is {bytes_text(memory_bytes)}, but parameters, gradients and Adam's moments take "
+                    f"{bytes_text(held)} on device {device}, with what is gathered and reduced in a step: "
+                    f"{bytes_text(-left)} too few. Maybe shard more, use more devices, or reduce gradients after "
+                    "every microbatch (--reduce-every 1)."
                 )
                 raise InputError([Issue("--memory", "too_small", detail)])
             budgets.append(left)

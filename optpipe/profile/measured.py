@@ -45,8 +45,10 @@ from optpipe.runtime.probe import StageSizes, measure_slices
 from optpipe.runtime.recomputation import blocks_of
 from optpipe.runtime.slices import sequence_length, takes_slices
 from optpipe.runtime.stage import Stage
+from optpipe.runtime.vocabulary import holds_other_layers
 from optpipe.sequences import SliceBy, slice_lengths
 from optpipe.stage import WITHOUT_BACKWARD
+from optpipe.units import bytes_text
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam, all in the parameter's precision."""
@@ -73,7 +75,8 @@ class StageFigures:
 
     A compiled stage has no B and W. `sizes` are the largest of `samples` microbatches, each figure by itself;
     `smallest` are the smallest, None if they are equal. `undeferred`: layers whose weight gradients stay in B.
-    `frozen`: nothing in this stage and before it is trained.
+    `frozen`: nothing in this stage and before it is trained. `other_layers`: it has the output layer, and matrices of
+    other layers.
     """
 
     times: Mapping[str, Spread]
@@ -85,6 +88,7 @@ class StageFigures:
     blocks: int = 0
     slicings: Sequence[Slicing] = ()
     frozen: bool = False
+    other_layers: bool = False
 
     @property
     def splits(self) -> bool:
@@ -263,6 +267,7 @@ class Measured:
                 "copies": copies,
                 "source": self.source,
                 "sequence": sum(self.slice_lengths) or None,
+                "output_layer_alone": not self.stages[each[-1][1]].other_layers,
             }
         )
 
@@ -271,11 +276,12 @@ class Measured:
         left_bytes = None if memory_bytes is None else without_margin(memory_bytes, margin)
         for device in range(max(self.placement) + 1):
             held = sum(f.parameter_bytes for d, f in zip(self.placement, self.stages, strict=True) if d == device)
-            if left_bytes is not None and held > left_bytes:
+            if memory_bytes is not None and left_bytes is not None and held > left_bytes:
                 free = f" of which a margin of {margin:.0%} is kept free," if margin else ""
                 detail = (
-                    f"is {memory_bytes:,} bytes,{free} but parameters, gradients and Adam's moments alone take "
-                    f"{held:,} on device {device}. Maybe spread the model over more devices."
+                    f"is {bytes_text(memory_bytes)},{free} but parameters, gradients and Adam's moments alone take "
+                    f"{bytes_text(held)} on device {device}, {bytes_text(held - left_bytes)} too few. Maybe spread the "
+                    "model over more devices."
                 )
                 raise InputError([Issue("--memory", "too_small", detail)])
             budgets.append(None if left_bytes is None else left_bytes - held)
@@ -329,7 +335,15 @@ def measure(
         layers = tuple(undeferred)
         frozen = s < chain.first_trained
         own[s] = StageFigures(
-            times[s], sizes[s].largest, held[s], smallest, sizes[s].samples, layers, blocks[s], frozen=frozen
+            times[s],
+            sizes[s].largest,
+            held[s],
+            smallest,
+            sizes[s].samples,
+            layers,
+            blocks[s],
+            frozen=frozen,
+            other_layers=holds_other_layers(stage.module),
         )
     cut = [chain]
 

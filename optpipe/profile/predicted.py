@@ -37,6 +37,7 @@ from optpipe.runtime.torch_private import (
     flop_registry,
     tree_leaves,
 )
+from optpipe.runtime.vocabulary import holds_other_layers
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -101,6 +102,7 @@ def predict_layers(
             "link": {"latency_us": facts.link_latency_us, "bytes_per_us": facts.link_bytes_per_s / 1e6},
             "copies": host_copies(facts),
             "source": source(machine, efficiencies),
+            "output_layer_alone": not holds_other_layers(chain.stages[each[-1][1]].module),
         },
         f"{subject.name} on {machine.name}",
     )

@@ -25,6 +25,7 @@ from optpipe.document_kinds import SIZE_TABLE
 from optpipe.fields import Count, reject
 from optpipe.layers import LayerProfile, ParallelSizes
 from optpipe.problem import CopyChannels
+from optpipe.units import time_text
 
 SCORE_BYTES = 5
 """Bytes of the attention matrix per token, head and token of the sequence, where it is kept."""
@@ -103,7 +104,7 @@ def assumptions(table: SizeTable) -> list[str]:
         )
     return [
         f"Matrix products run at {machine.teraflops:g} TFLOP/s, the same for every layer; nothing else takes time but "
-        f"{machine.launch_us:g} us a layer and pass.",
+        f"{time_text(machine.launch_us)} a layer and pass.",
         "Attention is causal: half of all pairs of tokens are counted. B takes twice as long for it, W nothing.",
         f"A layer keeps what its products and attention read, {scores}; norms and activation functions "
         f"{'are computed again in B' if kept.recomputed else 'are kept'}.",

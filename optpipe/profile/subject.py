@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from optpipe.errors import InputError, Issue, TrainingError
 from optpipe.models.cut import Unit, joined, parse_cut
 from optpipe.models.loss import PerToken, is_counted
+from optpipe.partition import name_with_sizes
 from optpipe.runtime.loss import Loss, total_loss
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, leaves, map_leaves, message_spec, output_spec, spec_text
 from optpipe.runtime.module_state import unchanged
@@ -140,7 +141,8 @@ def batch_of(
 def with_cut(subject: Subject, cut: str, stages: int | None, field: str) -> Subject:
     """Join the subject's stages to fewer, of so many as the cut says (`parse_cut`)."""
     units = [Unit((f"stages[{n}]",)) for n in range(len(subject.stages))]
-    return replace(subject, stages=joined(subject.stages, parse_cut(cut, units, stages, field)))
+    sizes = parse_cut(cut, units, stages, field)
+    return replace(subject, name=name_with_sizes(subject.name, sizes), stages=joined(subject.stages, sizes))
 
 
 def with_samples(subject: Subject, data: str) -> Subject:

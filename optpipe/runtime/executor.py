@@ -253,7 +253,6 @@ class ActionBinder:
         evaluate, evaluates = stage.evaluate, self._parts.evaluates
         used, made = self._used(action), self._slot("F", s, i)
         offloads, fused = (s, i) in program.offloaded, (s, i) in self._fused
-        drops = evaluates and s == self._last_stage  # a vocabulary layer behind it is not evaluated
         if (s, i) in self._in_parts:
             return self._part_by_part(action, partial(self._forward_in_parts, stage, i, fused, used, made))
 
@@ -263,7 +262,7 @@ class ActionBinder:
             output = evaluate(i, received, target) if evaluates else forward(i, received, target, offloads, fused)
             if made is None:
                 batch.losses[i].copy_(output)
-            elif not drops:
+            else:
                 made.tree = output
 
         return work
@@ -290,8 +289,8 @@ class ActionBinder:
 
     def _make_logits(self, action: Action) -> Work:
         (shard, _), batch, i = self._exchange(), self._parts.batch, action.microbatch
-        slot = self._boundary_slot("F", action)
-        return lambda: shard.make_logits(i, slot.take(), batch.targets[i])
+        slot, evaluates = self._boundary_slot("F", action), self._parts.evaluates
+        return lambda: shard.make_logits(i, slot.take(), batch.targets[i], evaluates=evaluates)
 
     def _all_gather(self, action: Action) -> Work:
         (shard, collectives), device, i = self._exchange(), self._parts.device, action.microbatch
@@ -312,6 +311,8 @@ class ActionBinder:
 
     def _add_weight_gradient(self, action: Action) -> Work:
         shard, _ = self._exchange()
+        if self._parts.evaluates:
+            return _in_sequence(self._combined(action), partial(shard.drop, action.microbatch))
         add = partial(shard.add_weight_gradient, action.microbatch)
         return add if shard.barriers == 1 else _in_sequence(self._combined(action), add)
 

@@ -138,13 +138,14 @@ class Pipeline:
         """Losses of any number of microbatches, forward only and in evaluation mode.
 
         With `change_mode` false, modules keep their mode. Changes no gradient and keeps nothing. Returns and raises as
-        `run`; all processes call it together, with the same number of microbatches. A vocabulary layer on all devices
-        is left out: then the losses are zeros.
+        `run`; all processes call it together, with the same number of microbatches.
         """
         count = len(inputs)
         if count not in self._evaluators:
             slices = self.program.slices
-            program = compile_forward(self.program.placement, count // slices, len(self.program.devices), slices)
+            program = compile_forward(
+                self.program.placement, count // slices, len(self.program.devices), slices, self.program.vocabulary
+            )
             self._evaluators[count] = [
                 DeviceExecutor(replace(parts, program=program, evaluates=True, batch=Batch()))
                 for parts in self._parts.values()

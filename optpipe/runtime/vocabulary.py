@@ -41,6 +41,19 @@ def rows_of(vocabulary: int, device: int, devices: int) -> range:
     return range(begin, begin + least + (device < more))
 
 
+def named_layers(stage: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Modules of a stage that name a vocabulary layer of theirs by `vocabulary_layer`: path, module and that name."""
+    named = ((path, module, getattr(module, "vocabulary_layer", None)) for path, module in stage.named_modules())
+    return [(path, module, str(name)) for path, module, name in named if name]
+
+
+def holds_other_layers(stage: nn.Module) -> bool:
+    """True if a stage has matrices of layers other than the vocabulary layer that it names. Norms have vectors only."""
+    heads = [getattr(module, name) for _, module, name in named_layers(stage)]
+    own = {id(parameter) for head in heads for parameter in head.parameters()}
+    return bool(heads) and any(p.dim() > 1 and id(p) not in own for p in stage.parameters())
+
+
 @dataclass
 class _Part:
     """State of a microbatch on a device between its passes.
@@ -74,7 +87,7 @@ class VocabularyShard:
     `weight` (v, h). `labels` reads a target. Gradients are those of `gradient_scale` times the loss; that of `weight`
     is added to `.grad`. Of the passes and exchanges of a microbatch, `combine` comes behind `make_logits` of all
     devices. Then come `take_gradient` and, in any order, `add_weight_gradient` in Algorithm 2 (`barriers` 1); in
-    Algorithm 1 (`barriers` 2) `add_weight_gradient` comes first.
+    Algorithm 1 (`barriers` 2) `add_weight_gradient` comes first. Where there is no backward, `drop` ends a microbatch.
     """
 
     def __init__(
@@ -92,8 +105,8 @@ class VocabularyShard:
         self._parts: dict[int, _Part] = {}
         self._gradients: dict[int, Tensor] = {}
 
-    def make_logits(self, microbatch: int, activation: Tensor, target: Tree) -> None:
-        """S: exponentials of the logits, and in Algorithm 2 their product with the rows.
+    def make_logits(self, microbatch: int, activation: Tensor, target: Tree, *, evaluates: bool = False) -> None:
+        """S: exponentials of the logits, and in Algorithm 2, unless it `evaluates`, their product with the rows.
 
         Raises TrainingError for a label that is no row of the layer.
         """
@@ -107,7 +120,7 @@ class VocabularyShard:
         torch.amax(logits, 1, out=figures[0])
         exponentials = logits.sub_(figures[0][:, None]).exp_()
         torch.sum(exponentials, 1, out=figures[1])
-        product = exponentials @ weight if self.barriers == 1 else None
+        product = exponentials @ weight if self.barriers == 1 and not evaluates else None
         self._parts[microbatch] = _Part(activation, labels, divisor, exponentials, figures, product)
 
     def figures(self, microbatch: int) -> Tensor:
@@ -155,6 +168,10 @@ class VocabularyShard:
         self.weight.grad.addmm_(gradient.T, part.activation.flatten(0, -2))
         if self.barriers == 2:
             self._gradients[microbatch] = (gradient @ self.weight.detach()).view_as(part.activation)
+
+    def drop(self, microbatch: int) -> None:
+        """Drop the state of a microbatch that has no backward."""
+        del self._parts[microbatch]
 
     def clear(self) -> None:
         """Drop the state of all microbatches, after an error."""

@@ -207,6 +207,7 @@ def _devices(trace: Trace, planned: Spans, measured: Spans, spans: Spans) -> Ite
             schedule_peak_bytes=plan.peak_bytes,
             planned_peak_bytes=device.planned_peak_bytes,
             peak_bytes=device.peak_bytes,
+            planned_idle_us=_idle_us([planned[op] for op in plan.compute.ops], planned, planned_step_us),
             idle_us=_idle_us([spans[op] for op in plan.compute.ops], spans, step_us),
             collectives_us=sum(action.duration_us for action in collectives),
             exposed_collectives_us=sum(
@@ -328,7 +329,8 @@ class DeviceFigures:
     `schedule_peak_bytes` is the schedule's figure, the other two are the trace's. `collectives_us`: time in gathers of
     parameters and reductions of gradients, which no plan has: it is in the measured bubble, but for
     `exposed_collectives_us`, which lie before the first op of the step or behind its last one and make it longer.
-    `idle_us`: time in which it does not compute, before its first op of the step, between its ops, and after its last.
+    `planned_idle_us` and `idle_us`: time in which it does not compute, before its first op of the step, between its
+    ops, and after its last.
     """
 
     planned_bubble: float
@@ -342,6 +344,7 @@ class DeviceFigures:
     peak_bytes: int
     collectives_us: float = 0.0
     exposed_collectives_us: float = 0.0
+    planned_idle_us: tuple[float, float, float] = (0.0, 0.0, 0.0)
     idle_us: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property

@@ -15,7 +15,7 @@ import re
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -25,13 +25,13 @@ from optpipe.compile import compile_schedule
 from optpipe.document import read_bounded, refuse_kind
 from optpipe.document_kinds import CHROME_TRACE, kind_of_data, kind_of_text
 from optpipe.errors import InputError, Issue
-from optpipe.kinds import KIND_OF_TORCH, STREAMS
+from optpipe.kinds import KIND_OF_TORCH
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
-from optpipe.problem import Problem
-from optpipe.schedule import PlannedOps, Schedule, named_modes, named_partners
+from optpipe.problem import Device, Problem
+from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
+from optpipe.timed import timed_schedule
 from optpipe.trace.document import MAX_TRACE_BYTES, ActionRow, Part, Trace, assemble
-from optpipe.worst_case_memory import worst_case_peak_bytes
 
 ACTION = re.compile(r"PP:(\d+)([FBIW])(\d+)")
 SINGLE = re.compile(r"(Forward|Backward) (\d+)")
@@ -43,53 +43,11 @@ PEER = re.compile(r"nccl(Dev)?Kernel_SendRecv")
 """Messages between stages, which an op may only wait for."""
 PIPELINE_GROUP = re.compile(r"^(mesh_)?pp$|^PIPELINE_MODEL_PARALLEL_GROUP$")
 """Names of the pipeline's process group: of a device mesh, and of Megatron-LM."""
+ANY_GROUP = ("", "default_pg", "undefined")
+"""Names of process groups that may be the pipeline's: its messages take the default group where none is given."""
+RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 UNREADABLE = (OSError, EOFError, zlib.error, RecursionError, OverflowError)
 """Errors of damaged compression, of JSON that nests too deeply, and of integers that no float holds."""
-
-
-def observed_schedule(problem: Problem, orders: Orders, method: str) -> Schedule:
-    """The schedule of given orders, at its simulated times. Nothing is searched or proved."""
-    simulation = simulate(problem, orders)
-    spans = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
-    times = dict(zip(simulation.ops, spans, strict=True))
-    joined = {*orders.blocks.values()}  # these run with the op before them
-    devices = []
-    for d, device in enumerate(orders.devices):
-        plan: dict[str, Any] = {
-            name: PlannedOps(
-                OpArray.of(ops),
-                [times[op][0] for op in ops],
-                [times[op][1] for op in ops],
-                modes=named_modes(problem, orders.modes, OpArray.of(ops)),
-                partners=named_partners(orders, OpArray.of(ops)),
-            )
-            for name, ops in zip(STREAMS, device.streams(), strict=True)
-        }
-        busy_us = float(sum(times[op][1] - times[op][0] for op in device.compute if op not in joined))
-        plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
-        streams = device.compute, device.offload, device.reload
-        peak = worst_case_peak_bytes(problem, streams, orders.waits, orders.modes, orders.blocks)
-        plan["peak_bytes_any_timing"] = peak
-        plan |= {
-            "busy_us": busy_us,
-            "bubble": max(0.0, 1 - busy_us / simulation.value_us) if simulation.value_us else 0.0,
-        }
-        devices.append(plan)
-    return Schedule.from_data(
-        {
-            "format": "optpipe.schedule/1",
-            "problem": problem,
-            "status": "feasible",
-            "objective": problem.objective,
-            "value_us": simulation.value_us,
-            "bound_us": 0.0,
-            "gap": 1.0,
-            "method": method,
-            "solve_seconds": 0,
-            "devices": devices,
-        }
-        | ({} if orders.microbatch_order is None else {"microbatch_order": list(orders.microbatch_order)})
-    )
 
 
 class Range(NamedTuple):
@@ -112,7 +70,7 @@ class Profile(NamedTuple):
     """Content of a file: its ops, its rank, and the ranks of its pipeline where it knows them.
 
     `receives_us`: when it began to receive messages, by the host's clock; empty where ops have a GPU's times.
-    `processes`: of the whole job; 0 where the file does not say it.
+    `processes`: of the whole job; 0 where the file does not say it. `peers`: ranks that messages go to or come from.
     """
 
     path: Path
@@ -121,6 +79,7 @@ class Profile(NamedTuple):
     rank: int | None
     pipeline: Sequence[int] | None
     processes: int
+    peers: Set[int]
 
     @property
     def counted(self) -> bool:
@@ -314,9 +273,10 @@ def _check_ranks(profiles: Sequence[Profile]) -> None:
                 raise InputError([Issue("", "same_rank", detail)], str(found.path))
             first_of[key] = found
     ranks = [found.rank for found in profiles if found.rank is not None]
+    text = ", ".join(map(str, ranks))
+    _check_peers(profiles, ranks)
     if len(ranks) < len(profiles):
         return
-    text = ", ".join(map(str, ranks))
     for found in profiles:
         if found.pipeline is not None and set(found.pipeline) != set(ranks):
             detail = f"is of a pipeline of ranks {', '.join(map(str, found.pipeline))}, but given are ranks {text}"
@@ -330,10 +290,52 @@ def _check_ranks(profiles: Sequence[Profile]) -> None:
             "missing, or they are in another order."
         )
         raise InputError([Issue("", "other_order", detail)], str(profiles[0].path))
+    _check_mesh(profiles, ranks)
+
+
+def _check_peers(profiles: Sequence[Profile], ranks: Sequence[int]) -> None:
+    """Raise InputError where messages go to ranks of which no profile is given, or come from these."""
+    known = frozenset(ranks).union(*(found.peers for found in profiles))
+    count = max(len(known), *(len(found.peers) + 1 for found in profiles))  # a rank sends nothing to itself
+    if count > len(profiles):
+        found = max(profiles, key=lambda one: len(one.peers - {*ranks}))
+        others, missing = (", ".join(map(str, sorted(some - {*ranks}))) for some in (found.peers, known))
+        detail = f"has messages to or from rank {others}: with all of these there are {count} ranks, "
+        fix = f"Maybe add the profile of rank {missing}." if len(ranks) == len(profiles) else "Maybe one is missing."
+        raise InputError([Issue("", "missing_ranks", f"{detail}but given are {len(profiles)}. {fix}")], str(found.path))
+
+
+def _check_mesh(profiles: Sequence[Profile], ranks: Sequence[int]) -> None:
+    """Raise InputError for ranks that are no pipeline in any mesh of a job's processes.
+
+    The pipelines of a mesh, each of p ranks at a distance d, divide the job: every p d ranks in a row hold d of them.
+    """
+    processes, p = max(found.processes for found in profiles), len(ranks)
+    distances = {after - before for before, after in pairwise(sorted(ranks))} or {1}
+    if not processes or len(distances) > 1 or any(found.pipeline for found in profiles):
+        return
+    [distance] = distances
+    if processes % (p * distance) or min(ranks) % (p * distance) >= distance:
+        text = ", ".join(map(str, sorted(ranks)))
+        detail = (
+            f"is of a job of {processes:,} ranks, which are not divided into pipelines such as the one given, {text}. "
+            "Maybe a rank is missing."
+        )
+        raise InputError([Issue("", "missing_ranks", detail)], str(profiles[0].path))
 
 
 def _doubt(profiles: Sequence[Profile]) -> str:
-    """The ranks, where they are not all that a job has at their distance, and no file says which its pipeline has."""
+    """The ranks, where they are not all that a job has at their distance, and no file says which its pipeline has.
+
+    Those of files that state none are by their names.
+    """
+    names = [RANK_IN_NAME.search(found.path.name) for found in profiles]
+    numbers = sorted(int(name[1]) for name in names if name)
+    if all(found.rank is None and not found.peers for found in profiles) and len(numbers) == len(profiles):
+        if numbers[0] < (numbers[1] - numbers[0] if len(numbers) > 1 else 1):
+            return ""
+        given = ", ".join(map(str, numbers))
+        return f" (by their names of ranks {given}; if a pipeline has those before, some are missing)"
     ranks = [found.rank for found in profiles if found.rank is not None]
     processes = max(found.processes for found in profiles)
     distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
@@ -426,6 +428,7 @@ def _profile(path: Path) -> Profile:
                 mark = Mark(name, start_us, start_us + float(event["dur"]))
                 found.setdefault(category, []).append(mark)
         receives_us = [base_us + float(event["ts"]) for event in events if event.get("name") == "c10d::recv_"]
+        peers = frozenset(_peers(events))
         frames = _on_gpu(found.pop("frame", []), events, base_us)
         rank, pipeline, processes = _ranks(data.get("distributedInfo") if isinstance(data, dict) else None)
     except (*UNREADABLE, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -441,7 +444,7 @@ def _profile(path: Path) -> Profile:
         raise InputError([Issue("", "no_ops", detail)], str(path))
     on_host = not any(event.get("cat") == "kernel" for event in events)  # else the host is ahead of the ops
     marks = sorted(marks, key=lambda mark: mark.start_us)
-    return Profile(path, marks, receives_us if on_host else (), rank, pipeline, processes)
+    return Profile(path, marks, receives_us if on_host else (), rank, pipeline, processes, peers)
 
 
 def _ranks(info: Any) -> tuple[int | None, Sequence[int] | None, int]:
@@ -456,6 +459,14 @@ def _ranks(info: Any) -> tuple[int | None, Sequence[int] | None, int]:
     named = [group["ranks"] for group in whole if PIPELINE_GROUP.search(str(group.get("pg_desc", "")))]
     pipeline = named[0] if named else whole[0]["ranks"] if len(groups) == len(whole) == 1 else None
     return rank, pipeline, int(info.get("world_size") or 0)
+
+
+def _peers(events: Iterable[Mapping[str, Any]]) -> Iterator[int]:
+    """Ranks that the messages of a profile go to or come from, where torch.profiler wrote them (torch 2.5 does)."""
+    for arguments in (event.get("args") or {} for event in events):
+        group = str(arguments.get("Process Group Description", ""))
+        if group in ANY_GROUP or PIPELINE_GROUP.search(group):
+            yield from (int(arguments[name]) for name in ("Src Rank", "Dst Rank") if name in arguments)
 
 
 def _on_gpu(frames: Sequence[Mark], events: Sequence[Mapping[str, Any]], base_us: float) -> list[Mark]:
@@ -537,6 +548,8 @@ def _schedule(step: Sequence[Sequence[Range]], placement: Sequence[int]) -> Sche
         "source": "medians of a profile; bytes are microbatches in flight",
     }
     orders = Orders([DeviceOrders(OpArray.of([found.op for found in ranges])) for ranges in step])
-    free = observed_schedule(Problem.from_data(data), orders, "observed")
-    data["devices"] = [{"memory_bytes": device.peak_bytes_any_timing} for device in free.devices]
-    return observed_schedule(Problem.from_data(data), orders, "observed")
+    problem = Problem.from_data(data)
+    free = timed_schedule(orders, simulate(problem, orders), "observed")
+    devices = [Device(memory_bytes=device.peak_bytes_any_timing) for device in free.devices]
+    problem = problem.replaced(devices=devices)
+    return timed_schedule(orders, simulate(problem, orders), "observed")

@@ -77,6 +77,16 @@ what no constant has: how many numbers an entry of the gradient sums, in which p
 """
 
 
+LIMIT_OF_NOISE = 16.0
+"""Where rounding changes more of a gradient, it is rounding alone, as those of key biases are, which softmax cancels.
+
+Then its size can be compared, and no digit of it. Only where the schedule rounds otherwise than the plain step.
+"""
+
+SCALE = 3.0
+"""Factor of the loss, not a power of two, of a plain step that rounds otherwise."""
+
+
 def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -> CheckResult:
     """Run one batch once through `plain_modules` and twice through the schedule, and compare.
 
@@ -136,7 +146,7 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
         for d in model.devices
     ]
     own = {
-        "worst": max(errors, default=(0.0, "")),
+        "worst": max((one for one in errors if limits[one[1]] != LIMIT_OF_NOISE), default=(0.0, "")),
         "beyond": max(((error / limits[name], error, limits[name], name) for error, name in errors), default=None),
         "devices": memory,
     }
@@ -332,13 +342,16 @@ def gradient_errors(model: Model, plain_modules: Sequence[nn.Module]) -> list[tu
 
     Infinity if only one of the two steps has a gradient and it is not 0. A parameter without any is left out: frozen.
     """
-    errors, divided, last = [], model.vocabulary, len(plain_modules) - 1
+    errors, divided = [], model.vocabulary
     for s, stage in model.stages.items():
         plain = {name: (s, name, p.grad) for name, p in plain_modules[s].named_parameters()}
         if divided is not None and s in divided.holders:
-            whole, own = plain_modules[last].get_parameter(divided.name).grad, divided.rows_in(s)
-            plain[ROWS] = last, divided.name, whole if whole is None else whole[own.start : own.stop]
+            place, name = divided.head
+            whole, own = plain_modules[place].get_parameter(name).grad, divided.rows_in(s)
+            plain[ROWS] = place, name, whole if whole is None else whole[own.start : own.stop]
         for name, parameter in stage.module.named_parameters():
+            if (s, name) in model.followers:
+                continue  # its gradient is complete in the rows alone
             place, plain_name, gradient = plain[name]
             both = [one for one in (parameter.grad, gradient) if one is not None]
             if both:
@@ -362,8 +375,8 @@ def _gradient_limits(
 ) -> Mapping[str, float]:
     """Largest error that rounding explains in the gradient of each parameter, by stage and name.
 
-    Its effect is measured where numbers are of low precision and the plain step repeats its loss: a model that does not
-    would have other errors than those of rounding in the measurement.
+    Its effect is measured where numbers are of low precision, or a vocabulary layer is divided, and the plain step
+    repeats its loss: a model that does not would have other errors than those of rounding in the measurement.
     """
     autocast = model.config.model.autocast
     parameters = {
@@ -376,8 +389,8 @@ def _gradient_limits(
     modes, slices = model.program.modes, model.program.slices
     copies = {(s, i // slices): IN_LOW_PRECISION[name] for (s, i), name in modes.items() if name in IN_LOW_PRECISION}
     limit = max(limit, *(LIMITS_OF_COPIES[precision] for precision in copies.values()), 0.0)
-    narrow = bool(precisions & {"bfloat16", "float16"})
-    if not (copies or narrow or (autocast and model.hardware.type != "cpu")):
+    narrow, divided = bool(precisions & {"bfloat16", "float16"}), model.vocabulary is not None
+    if not (copies or narrow or divided or (autocast and model.hardware.type != "cpu")):
         return dict.fromkeys(parameters, limit)
     with module_state.unchanged([*plain_modules, model.task.loss], model.hardware):
         torch_autocast = model.config.model.torch_autocast
@@ -385,7 +398,8 @@ def _gradient_limits(
     if relative_error(abs(again - plain_loss), abs(plain_loss)) > GRADIENT_LIMITS["float32"]:
         return dict.fromkeys(parameters, limit)
     effects = _rounding_effects(model, plain_modules, batch, drawing, copies, narrow=narrow)
-    return {name: max(limit, ROUNDINGS * effects.get(name, 0.0)) for name in parameters}
+    noise = {name for name, effect in effects.items() if divided and effect > MOST_OF_ROUNDING}
+    return {n: LIMIT_OF_NOISE if n in noise else max(limit, ROUNDINGS * effects.get(n, 0.0)) for n in parameters}
 
 
 def _rounding_effects(
@@ -400,7 +414,8 @@ def _rounding_effects(
     """Errors of the gradients of `plain_modules` against those of a plain step that rounds otherwise, by parameter.
 
     That rounds the activations of the (stage, microbatch) pairs of `copies` to their precision; `narrow` modules are in
-    float32 there. Empty where they do not run so, or where the difference is more than rounding.
+    float32 there. Where a vocabulary layer is divided, its loss has another scale. Empty where they do not run so, or
+    where the difference is more than rounding.
     """
     modules = [module.to(model.hardware) for module in model.task.build_stages()]
     inputs, targets = batch
@@ -416,9 +431,14 @@ def _rounding_effects(
         return _saving_rounded(precision, resident) if precision else nullcontext()
 
     autocast = model.config.model.torch_autocast if copies else None
+    scale = 1.0 if model.vocabulary is None else SCALE
+
+    def loss(output: Tree, target: Tree) -> Tensor:
+        return scale * total_loss(model.task.loss(output, target))
+
     try:
         with module_state.unchanged([*modules, model.task.loss], model.hardware):
-            reference_step(modules, model.task.loss, inputs, targets, autocast, drawing, saving)
+            reference_step(modules, loss, inputs, targets, autocast, drawing, saving)
     except RuntimeError:  # such as of a dtype that is written into a module
         return {}
     effects = {}
@@ -427,7 +447,7 @@ def _rounding_effects(
         for name, parameter in plain.named_parameters():
             gradient = others[name].grad
             if parameter.grad is not None and gradient is not None:
-                effects[f"stages[{s}].{name}"] = gradient_error(gradient, parameter.grad)
+                effects[f"stages[{s}].{name}"] = gradient_error(gradient / scale, parameter.grad)
     # On a GPU masks of dropout may be others in float32; then most gradients are.
     only_rounding = effects and median(effects.values()) <= MOST_OF_ROUNDING
     return {name: effect for name, effect in effects.items() if math.isfinite(effect)} if only_rounding else {}

@@ -5,11 +5,13 @@ The docstring under a field is its text in `--help` and in docs/train.md; its li
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
@@ -18,8 +20,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    InstanceOf,
     ModelWrapValidatorHandler,
+    PlainValidator,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -31,17 +33,18 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
-from pydantic_core import ArgsKwargs, ErrorDetails, to_jsonable_python
+from pydantic_core import ArgsKwargs, ErrorDetails, PydanticKnownError, to_jsonable_python
 
 from optpipe.document import read_toml
 from optpipe.document_kinds import TRAINING_SETTINGS
 from optpipe.errors import InputError, Issue, shown
 from optpipe.mode_names import OFFLOAD, parse_modes
 from optpipe.placement import devices_of_stages
-from optpipe.schedule import Schedule
 
 if TYPE_CHECKING:
     import torch
+
+    from optpipe.schedule import Schedule
 
 MAX_CONFIG_BYTES = 2**16
 MAX_NUMBER = 10**30
@@ -74,7 +77,26 @@ def _cut_from_folder_of_file(value: Any, info: ValidationInfo) -> Any:
 InputPath = Annotated[Path, BeforeValidator(_from_folder_of_file), Field(strict=True)]
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True))
+def _is_schedule(value: Any) -> Any:
+    """Refuse what is not a Schedule. It is imported where one is given, since `--help` does without numpy."""
+    from optpipe.schedule import Schedule
+
+    if not isinstance(value, Schedule):
+        raise PydanticKnownError("is_instance_of", {"class": "Schedule"})
+    return value
+
+
+if TYPE_CHECKING:
+    LoadedSchedule = Schedule
+else:
+    LoadedSchedule = Annotated[Any, PlainValidator(_is_schedule)]
+
+
+RULES = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
+"""Rules of every group. Its validator is built where the first is made: `--help` needs its fields alone."""
+
+
+@dataclass(frozen=True, config=RULES)
 class Group:
     """Settings that belong together: a table of the TOML file, a panel of `--help`.
 
@@ -226,9 +248,6 @@ class ModelConfig(Group):
                         f"is {value!r}, but the GPT is trained on text. Maybe name stages of your own in model.name."
                     )
                     yield Issue(name, "meaningless", detail)
-            if self.cut is not None:
-                detail = f"is {self.cut!r}, but the layers of the GPT are spread evenly. Maybe leave it out."
-                yield Issue("cut", "meaningless", detail)
         source = self.data or self.loader or (self.name if self.own else None)
         for name in ("length_distribution", "length_file", "length_seed"):
             if (value := getattr(self, name)) == self.__pydantic_fields__[name].default:
@@ -438,7 +457,7 @@ class OutputConfig(Group):
 class TrainingConfig(Group):
     """One training run."""
 
-    schedule: InstanceOf[Schedule] | None = None
+    schedule: LoadedSchedule | None = None
     """the schedule to run, its sizes and times need not match this model; None: it is solved for first"""
     model: ModelConfig = Field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -572,18 +591,31 @@ def _kind(info: FieldInfo) -> tuple[type, tuple[str, ...]]:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint, ()
 
 
-def _setting(table: str, field: str, info: FieldInfo) -> Setting:
+def _texts() -> dict[tuple[str, str], str]:
+    """The docstrings under fields, by class and field: pydantic would read this file again for each class."""
+    found = {}
+    for group in ast.parse(Path(__file__).read_bytes()).body:
+        if isinstance(group, ast.ClassDef):
+            for field, under in pairwise(group.body):
+                match field, under:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[group.name, name] = " ".join(text.split())
+    return found
+
+
+def _setting(table: str, field: str, text: str, info: FieldInfo) -> Setting:
     name = f"{table}.{field}" if table else field
     flag = FLAGS.get(name, f"--{field.replace('_', '-')}")
-    return Setting(name, table, flag, " ".join((info.description or "").split()), *_kind(info), info.default)
+    return Setting(name, table, flag, text, *_kind(info), info.default)
 
 
 SETTINGS: Mapping[str, Setting] = {
     setting.name: setting
+    for texts in [_texts()]
     for table, group in GROUPS.items()
     for field, info in group.__pydantic_fields__.items()
     if field != "schedule" and field not in GROUPS
-    for setting in [_setting(table, field, info)]
+    for setting in [_setting(table, field, texts[group.__name__, field], info)]
 }
 """Every setting by its name, in the order of the groups. The schedule is none: it is given as a path."""
 
@@ -625,8 +657,11 @@ def read_config(path: Path | None, flags: Mapping[str, Any]) -> TrainingConfig:
                 issues.append(Issue("schedule", "conflict", detail))
         if issues:
             raise InputError(issues)
-    # A schedule's own errors name its file.
-    loaded = None if schedule is None else Schedule.load(folder / schedule if isinstance(schedule, str) else schedule)
+    loaded = None
+    if schedule is not None:  # its own errors name its file
+        from optpipe.schedule import Schedule
+
+        loaded = Schedule.load(folder / schedule if isinstance(schedule, str) else schedule)
     with _named_as_given(path, flags):
         return replace(config, schedule=loaded)
 

@@ -35,6 +35,7 @@ from optpipe.runtime.probe import unchanged
 from optpipe.runtime.recorder import MemoryMeter, Recorder
 from optpipe.runtime.shapes import SliceMessages
 from optpipe.runtime.shared_parameters import (
+    Place,
     SharedParameter,
     hold_once,
     place_text,
@@ -44,7 +45,9 @@ from optpipe.runtime.shared_parameters import (
 )
 from optpipe.runtime.slices import SlicedLoss, check_slices, cut_sequences, sequence_length, slice_lengths
 from optpipe.runtime.stage import check_splits
+from optpipe.runtime.tied_rows import TiedRows
 from optpipe.runtime.transport import peer_errors
+from optpipe.runtime.vocabulary import VocabularyShard
 from optpipe.runtime.weight_gradients import accumulate_in_float32, compiler_failure
 from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
@@ -68,7 +71,7 @@ class Model:
     `shared`: parameters that several stages of the whole model hold; each is one parameter, updated once by every
     process that has it, and counted once in `parameters`. `shared_buffers`: places of buffers that they share.
     `vocabulary`: the layer of the last stage, where the schedule divides it over all devices; then the last message is
-    what that stage gives to it.
+    what that stage gives to it. An embedding that is tied to it is not among `shared` but among `followers`.
 
     `optimistic`: update before the global norm is known; None: as the config says, under torchrun alone. `task`: None
     builds the task of the config.
@@ -89,6 +92,8 @@ class Model:
         self.task = task or build_task(config, len(program.placement), program.microbatches, launch)
         self.devices, self.hardware = launch.own_devices, launch.hardware
         self.vocabulary: DividedLayer | None = None
+        self._shards: Mapping[int, VocabularyShard] = {}
+        self._tied: TiedRows | None = None
         self.stages = self._build_stages()
         self.shapes: MessageShapes | None = None
         self._slice_lengths: Sequence[int] = ()
@@ -112,6 +117,8 @@ class Model:
             launch,
             SumsLayout(self.microbatches, launch.replicas, len(placement), launch.replica),
             shared=self.shared,
+            followers=self.followers,
+            changed=self._tied.gather_rows if self._tied else lambda: None,
             optimistic=config.optimizer.optimistic and launch.distributed if optimistic is None else optimistic,
         )
         self.optimizers = self._updates.optimizers
@@ -124,6 +131,11 @@ class Model:
     def microbatches(self) -> int:
         """Microbatches of a step in one replica: those of all runs of the schedule."""
         return self.program.microbatches * self.config.accumulate
+
+    @property
+    def followers(self) -> list[Place]:
+        """Places of parameters that are updated, counted and saved by their rows, which other parameters are."""
+        return [self.vocabulary.tied] if self.vocabulary and self.vocabulary.tied else []
 
     @property
     def problem(self) -> Problem:
@@ -217,6 +229,8 @@ class Model:
             losses.append(in_order)
             if of_terms is not None:
                 terms.append(of_terms)
+        if self._tied is not None:
+            self._tied.add_gradients()
         self._own_terms = torch.cat(terms) if terms else None
         return torch.cat(losses)
 
@@ -385,13 +399,19 @@ class Model:
         self.shared_buffers = shared_buffers(modules)
         self.parameters = sum(p.numel() for p in {p for module in modules for p in module.parameters()})
         last, gradient_scale = len(modules) - 1, 1 / (self.launch.replicas * self.microbatches)
+        weight: Tensor | None = None
         if self.program.vocabulary is not None:
-            self.vocabulary = divided_layer(self.program, modules, self.task)
+            self.vocabulary, weight = divided_layer(self.program, modules, self.task)
+            self.shared = [shared for shared in self.shared if self.vocabulary.head not in shared.places]
         for s, module in enumerate(modules):  # of all processes, before any compiles what would be refused
             check_splits(s, module, self.program.kinds_of(s))
             check_slices(s, module, self.program.slices)
         own = {s: module.to(self.hardware) for s, module in enumerate(modules) if placement[s] in self.devices}
-        self._shards = self.vocabulary.shards(own, gradient_scale) if self.vocabulary else {}
+        if self.vocabulary is not None and weight is not None:
+            self._shards = self.vocabulary.shards(weight, own, gradient_scale)
+            if self.launch.distributed:
+                with peer_errors("the group of a tied vocabulary layer"):
+                    self._tied = self.vocabulary.tied_rows(own, placement)
         hold_once(self.shared, own, placement)
         for module in own.values():
             accumulate_in_float32(module)
@@ -477,7 +497,7 @@ class Model:
                             "evaluate out."
                         )
             if self.vocabulary is not None:
-                check_activation(messages[-1], self.vocabulary.weight.shape[1])
+                check_activation(messages[-1], self.vocabulary.spec.shape[1])
             self._refuse_changed_buffers(messages, microbatch, target)
             return messages
         except OptPipeError:

@@ -153,9 +153,10 @@ class DeviceMemory:
 class CheckResult:
     """The schedule's step against the plain one, on equal weights and an equal batch.
 
-    `max_gradient_error`: the largest over all parameters of max|g - g_plain| / max|g_plain|; it is that of
-    `worst_parameter` (stage and name). `loss_error`: |loss - loss_plain| / |loss_plain|. `failures`: a sentence for
-    each thing that is wrong beyond rounding, with the parameter or the device; empty where the check passed.
+    `max_gradient_error`: the largest of max|g - g_plain| / max|g_plain| over all parameters whose gradient is more than
+    rounding; it is that of `worst_parameter` (stage and name). `loss_error`: |loss - loss_plain| / |loss_plain|.
+    `failures`: a sentence for each thing that is wrong beyond rounding, with the parameter or the device; empty where
+    the check passed.
     """
 
     max_gradient_error: float

@@ -14,7 +14,7 @@ add 0; and slots are added up in the order of stages. Infinity and NaN survive b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from optpipe.errors import RunFailedError
 from optpipe.profile.subject import Named
-from optpipe.runtime.shared_parameters import SharedParameter
+from optpipe.runtime.shared_parameters import Place, SharedParameter
 from optpipe.runtime.stage import Stage
 from optpipe.runtime.weight_gradients.split import LOWER
 from optpipe.train.config import OPTIMIZERS, OptimizerConfig
@@ -146,8 +146,10 @@ class Updates:
     """Optimizers of this process's stages, and the validation of their updates.
 
     `steps`: length of the run, for the learning rate. `shared`: parameters that several stages hold; the first place
-    in this process updates one, and the first place of all counts it in the norm. `optimistic`: update before the
-    sums are known, except while rollbacks are frequent (`RollbackBackoff`).
+    in this process updates one, and the first place of all counts it in the norm. `followers`: places of parameters
+    that are neither updated nor counted, because others stand for them. `changed` is called after each update and each
+    rollback, in all processes together. `optimistic`: update before the sums are known, except while rollbacks are
+    frequent (`RollbackBackoff`).
 
     Raises RunFailedError if a loss or gradient is not finite and `on_not_finite` is "stop".
     """
@@ -161,11 +163,14 @@ class Updates:
         layout: SumsLayout,
         *,
         shared: Sequence[SharedParameter],
+        followers: Collection[Place] = (),
+        changed: Callable[[], None] = lambda: None,
         optimistic: bool,
     ) -> None:
         self._config, self._steps, self._launch, self._layout = config, steps, launch, layout
-        updated_elsewhere = {place for parameter in shared for place in parameter.places_in(stages)[1:]}
+        updated_elsewhere = {*followers, *(p for parameter in shared for p in parameter.places_in(stages)[1:])}
         counted_elsewhere = {place for parameter in shared for place in parameter.places[1:]}
+        self._changed = changed
         self._parameters = {
             s: [
                 (p, (s, name) not in counted_elsewhere)
@@ -221,6 +226,7 @@ class Updates:
         norm = math.sqrt(sum(torch.stack([squares[s] for s in sorted(squares)]).tolist())) if squares else 0.0
         if math.isfinite(norm) and clip_factor(norm, self._config.clip_norm) == 1.0:
             self._apply(step)
+        self._changed()
 
     def took(self, seconds: float) -> None:
         """Record the duration of the last step."""
@@ -255,6 +261,8 @@ class Updates:
             if gradients and wrong:
                 torch._foreach_mul_(gradients, factor)
             self._apply(pending.step)
+        if wrong or not pending.optimistic:
+            self._changed()
         self._outcomes.append(
             StepOutcome(
                 pending.step,

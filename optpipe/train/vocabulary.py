@@ -19,7 +19,9 @@ from optpipe.models.loss import LabelLoss, PerToken
 from optpipe.problem import Problem
 from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import MessageSpec, Spec, spec_text
-from optpipe.runtime.vocabulary import IGNORED, Labels, VocabularyShard, pass_bytes, rows_of
+from optpipe.runtime.shared_parameters import Place
+from optpipe.runtime.tied_rows import TiedRows, rows_within
+from optpipe.runtime.vocabulary import IGNORED, Labels, VocabularyShard, named_layers, pass_bytes, rows_of
 from optpipe.runtime.weight_gradients import ByHand
 from optpipe.spread import VocabularyPasses
 from optpipe.train.config import TrainingConfig
@@ -39,10 +41,6 @@ def refuse_settings(config: TrainingConfig, hardware: torch.device) -> None:
         ("model.autocast", model.autocast, model.autocast is not None, "leave it out"),
         ("model.lengths", model.lengths, model.varies, "train on sequences of one length"),
         ("model.loader", model.loader, model.loader is not None, "give batches by --data"),
-        ("model.tied", model.tied, model.tied, "train with weights of its own for the head"),
-        ("evaluate", config.evaluate, bool(config.evaluate), "evaluate with a schedule without spread passes"),
-        ("evaluate_every", config.evaluate_every, config.evaluate_every is not None, "leave it out"),
-        ("checkpoints.folder", config.checkpoints.folder, config.checkpoints.folder is not None, "leave it out"),
         ("online.mode", config.online.mode, config.online.on, "leave --online and --solve out"),
         ("output.trace", config.output.trace, config.output.trace is not None, "leave it out"),
     )
@@ -72,46 +70,77 @@ def labels_of(loss: Loss) -> Labels:
 class DividedLayer:
     """The layer of the last stage, divided over the devices (`divided_layer`).
 
-    `name`: of its weight, as the undivided last stage calls it. `weight`: (vocabulary, width). `holders`: for each
-    device the stage that holds its rows.
+    `head`: where the undivided model has its weight, which is `spec`, (vocabulary, width). `tied`: the place in an
+    earlier stage that has the same weight. `holders`: for each device the stage that holds its rows.
     """
 
     passes: VocabularyPasses
     labels: Labels
-    name: str
-    weight: Tensor
+    head: Place
+    spec: MessageSpec
     holders: Sequence[int]
+    tied: Place | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where the undivided model has the weight first."""
+        return self.tied or self.head
 
     def rows(self, device: int) -> range:
         """Rows of a device."""
-        return rows_of(len(self.weight), device, len(self.holders))
+        return rows_of(self.spec.shape[0], device, len(self.holders))
 
     def rows_in(self, stage: int) -> range:
         """Rows that a stage holds."""
         return self.rows(self.holders.index(stage))
 
-    def shards(self, modules: Mapping[int, nn.Module], gradient_scale: float) -> dict[int, VocabularyShard]:
-        """Rows of the devices whose stages are given, by device; each becomes a parameter of its stage."""
-        shards = {}
+    def shards(
+        self, weight: Tensor, modules: Mapping[int, nn.Module], gradient_scale: float
+    ) -> dict[int, VocabularyShard]:
+        """Rows of the devices whose stages are given, by device; each becomes a parameter of its stage.
+
+        `weight`: that of the undivided layer.
+        """
+        shards, whole = {}, self.whole(modules)
         for device, stage in enumerate(self.holders):
             if stage not in modules:
                 continue
             own = self.rows(device)
-            rows = ByHand(self.weight.detach()[own.start : own.stop].clone())
+            rows = ByHand(weight.detach()[own.start : own.stop].clone())
+            if whole is not None:
+                rows_within(whole, own, rows)
             modules[stage].register_parameter(ROWS, rows)
             shards[device] = VocabularyShard(
                 rows,
                 own.start,
-                len(self.weight),
+                self.spec.shape[0],
                 self.labels,
                 gradient_scale=gradient_scale,
                 barriers=self.passes.barriers,
             )
         return shards
 
+    def whole(self, modules: Mapping[int, nn.Module]) -> nn.Parameter | None:
+        """The whole weight, where one of the stages given has it."""
+        if self.tied is None or self.tied[0] not in modules:
+            return None
+        return modules[self.tied[0]].get_parameter(self.tied[1])
+
+    def tied_rows(self, modules: Mapping[int, nn.Module], placement: Sequence[int]) -> TiedRows | None:
+        """Exchanges of this process, which has one device, with the one that has the whole weight, if any has.
+
+        Collective over all processes.
+        """
+        if self.tied is None:
+            return None
+        [held] = [modules[stage] for stage in self.holders if stage in modules]
+        weight = self.whole(modules)
+        ranges = [self.rows(device) for device in range(len(self.holders))]
+        return TiedRows(placement[self.tied[0]], ranges, held.get_parameter(ROWS) if weight is None else weight)
+
     def with_sizes(self, problem: Problem, activation: Spec) -> Problem:
         """The problem with the memory that its passes take; `activation` is what the last stage gives to the layer."""
-        width, dtype, count = self.weight.shape[1], self.weight.dtype, len(self.holders)
+        width, dtype, count = self.spec.shape[1], self.spec.dtype, len(self.holders)
         tokens = prod(activation.shape[:-1])
         sizes = [pass_bytes((len(self.rows(d)), width), dtype, tokens, count) for d in range(count)]
         workspace = [own for _, own in sizes]
@@ -134,34 +163,43 @@ def check_activation(spec: Spec, width: int) -> None:
         )
 
 
-def divided_layer(program: Program, modules: Sequence[nn.Module], task: Task) -> DividedLayer:
+def divided_layer(program: Program, modules: Sequence[nn.Module], task: Task) -> tuple[DividedLayer, Tensor]:
     """Take the layer that the last stage names from it, for the passes of a program; the stage then ends before it.
+
+    Returns also its weight, of which nothing is kept otherwise.
 
     A module within the last stage names its layer by `vocabulary_layer`: an nn.Linear without bias, whose output is
     that of the stage. Raises TrainingError where there is none, or the layer or its loss is another.
     """
     assert program.vocabulary is not None, "the program has the passes of one"
     labels, last, count = labels_of(task.loss), len(modules) - 1, len(program.devices)
-    named = [(path, m) for path, m in modules[last].named_modules() if getattr(m, "vocabulary_layer", None)]
+    named = named_layers(modules[last])
     if len(named) != 1:
         raise TrainingError(
             f"{len(named)} modules in the last stage of {task.name} have vocabulary_layer, but the schedule divides "
             "one such layer over all devices. Maybe set it to the name of the nn.Linear that makes the logits, or "
             "solve without spread passes."
         )
-    [(path, holder)] = named
-    layer = getattr(holder, holder.vocabulary_layer)
-    where = f"{path}.{holder.vocabulary_layer}".lstrip(".")
-    shared = [n for n, module in enumerate(modules[:-1]) for p in module.parameters() if p is layer.weight]
+    [(path, holder, name)] = named
+    layer = getattr(holder, name)
+    where = f"{path}.{name}".lstrip(".")
+    if not isinstance(layer, nn.Linear):
+        raise TrainingError(
+            f"stages[{last}].{where} of {task.name} is {type(layer).__name__}, but must be nn.Linear. Maybe name "
+            "another layer."
+        )
+    weight = layer.weight
+    tied = [(n, name) for n, m in enumerate(modules[:-1]) for name, p in m.named_parameters() if p is weight]
+    uses = len(tied) + sum(p is weight for _, p in modules[last].named_parameters(remove_duplicate=False))
     for wrong, text in (
+        (layer.bias is not None, "has a bias, which the passes do not add. Maybe use bias=False"),
+        (not weight.requires_grad, "is frozen, but its gradient is made. Maybe solve without spread passes"),
         (
-            not isinstance(layer, nn.Linear),
-            f"is {type(layer).__name__}, but must be nn.Linear. Maybe name another layer",
+            uses - len(tied) > 1 or len(tied) > 1,
+            f"has its weight in {uses} places, but outside the layer one place in an earlier stage may have it. Maybe "
+            "solve without spread passes",
         ),
-        (getattr(layer, "bias", None) is not None, "has a bias, which the passes do not add. Maybe use bias=False"),
-        (not layer.weight.requires_grad, "is frozen, but its gradient is made. Maybe solve without spread passes"),
-        (bool(shared), f"shares its weight with stages[{[*shared, 0][0]}], which has all rows. Maybe do not tie them"),
-        (len(layer.weight) < count, f"has {len(layer.weight)} rows for {count} devices. Maybe use fewer devices"),
+        (len(weight) < count, f"has {len(weight)} rows for {count} devices. Maybe use fewer devices"),
     ):
         if wrong:
             raise TrainingError(f"stages[{last}].{where} of {task.name} {text}.")
@@ -170,6 +208,7 @@ def divided_layer(program: Program, modules: Sequence[nn.Module], task: Task) ->
         raise TrainingError(
             f"device {without[0]} has no stage to hold its rows of the vocabulary layer. Maybe place one on each."
         )
-    setattr(holder, holder.vocabulary_layer, nn.Identity())
+    setattr(holder, name, nn.Identity())
     holders = [program.placement.index(d) for d in range(count)]
-    return DividedLayer(program.vocabulary, labels, f"{where}.weight", layer.weight, holders)
+    spec, head = MessageSpec(tuple(weight.shape), weight.dtype), (last, f"{where}.weight")
+    return DividedLayer(program.vocabulary, labels, head, spec, holders, *tied), weight

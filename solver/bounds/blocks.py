@@ -8,7 +8,8 @@ other. Put there, they keep every rule, since F ends no later and BW begins no e
 schedule is one of the relaxation too, of at most the same value. With factors the shortened ops grow with their own
 units and the block with the larger, so that this stays true.
 
-Then the time before a device's first backward, in which it has no blocks (`block_bounds_us`).
+Then the time before a device's first backward, in which it has no blocks (`block_bounds_us`), and how many blocks there
+is memory for (`blocks_in_memory_bound_us`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from fractions import Fraction
 
 import numpy as np
 
+from optpipe.ops import Floats
 from optpipe.problem import Problem
 from optpipe.stage import exact
+from solver.bounds.linear_program import LinearProgram
 from solver.bounds.unit_costs import UnitCosts
 
 
@@ -86,6 +89,55 @@ def block_bounds_us(problem: Problem) -> Sequence[float]:
         left_us = (1 - saved[own]) @ forward_us[own] - alone_us * (1 - saved[own]).max()
         bounds.append(float(heads_us[own[0]] + before_us + backward_us[own].sum() + max(left_us, 0.0)))
     return bounds
+
+
+def blocks_in_memory_bound_us(problem: Problem) -> float:
+    """A bound by the numbers of blocks of each pair: they save compute, and lengthen the lives of activations.
+
+    Between the start of a block of length T and what its forward sends lies T, not F; for its backward T, not B. An
+    activation lives from its F to its B, through all stages behind it and back: each block on that path adds T - F or
+    T - B to its life. Lives times bytes fit into the budget times the span, less what is free near both ends, where one
+    activation comes or goes with each op. All compute, less what blocks save, fits into the span too, less the idle
+    time before the first backward, for whose forwards there is no memory. Both are linear in the numbers of blocks.
+
+    0 where microbatches differ, are sliced, or may be in other modes than kept.
+    """
+    if not problem.has_equal_microbatches or any(stage.choices[1:] for stage in problem.stages):
+        return 0.0
+    costs, m = UnitCosts.of(without_blocks(problem)), problem.microbatches
+    arrays = costs.forward, costs.backward, costs.weight, costs.whole, costs.to_top, costs.from_top
+    forward, backward, weight, whole, to_top, from_top = (of_units[:, 0] for of_units in arrays)
+    heads_us, tails_us = costs.heads_us[:, 0], np.append(0.0, costs.tails_us[1:, 0])
+    if problem.objective != "makespan":
+        heads_us, tails_us = np.zeros_like(heads_us), np.zeros_like(tails_us)
+    (f, b), block_us = np.array([*problem.block_us]).T, np.array([*problem.block_us.values()])
+    saved_us = forward[f] + (backward + weight)[b] - block_us
+    program = LinearProgram()
+    columns = [program.column() for _ in block_us]
+
+    def count(of_pairs: Floats) -> dict[int, float]:
+        return {column: float(us) for column, us in zip(columns, of_pairs, strict=True) if us}
+
+    for s in range(len(problem.stages)):
+        program.at_most(count(1.0 * (f == s)), m)
+        program.at_most(count(1.0 * (b == s)), m)
+    for device, own in zip(problem.devices, map(list, problem.stages_of), strict=True):
+        if not own:
+            continue
+        before_us = alone_us = to_top[own[0]] + from_top[own[-1]]
+        if device.memory_bytes and whole[own].min() > 0:
+            alone_us = min(before_us, device.memory_bytes / whole[own].min() * forward[own].max())
+            share, room = whole[own] / device.memory_bytes, device.memory_bytes / whole[own].max()
+            stay_us = (to_top + from_top + backward)[own]
+            longer_us = (f[:, None] >= own) * (block_us - forward[f])[:, None]
+            longer_us += (b[:, None] >= own) * (block_us - backward[b])[:, None]
+            ends_us = max(room - 1, 0) ** 2 / (2 * room) * (forward[own].min() + backward[own].min())
+            ends_us *= 2 * room <= m  # then neither end reaches into the other
+            held_us = heads_us[own[0]] + m * share @ stay_us + ends_us + tails_us[own[0]]
+            program.at_least({0: 1} | count(-longer_us @ share), held_us)
+        work_us = m * (forward + backward + weight)[own].sum()
+        program.at_least({0: 1} | count(saved_us * np.isin(f, own)), heads_us[own[0]] + before_us - alone_us + work_us)
+    return program.least()
 
 
 DECIMALS = 6

@@ -1,17 +1,16 @@
-"""Bounds of one device: usable budget, shortest paths to it, and knapsacks of work in memory.
+"""Bounds of one device: usable budget, its units, and knapsacks of work in memory.
 
 Fractional knapsacks are filled greedily by time a byte (Dantzig 1957), those with a choice between states along upper
-hulls (multiple choice, Sinha and Zoltners 1979). Such a relaxation is at least what any choice of whole microbatches
-reaches, so that it may stand in a proof.
+hulls (multiple choice, Sinha and Zoltners 1979). Such a relaxation is at least what any choice of whole units reaches,
+so that it may stand in a proof.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple, Self
+from math import inf
+from typing import Self
 
 import numpy as np
 
@@ -19,64 +18,7 @@ from optpipe.kinds import CODE, WHOLE_BACKWARD
 from optpipe.problem import Floats, Ints, Problem
 from optpipe.stage import Stage
 from optpipe.task_graph import lower
-
-
-class Piece(NamedTuple):
-    """Work of `time_us` that needs `size_bytes`."""
-
-    time_us: float
-    size_bytes: float
-
-    @property
-    def rate(self) -> float:
-        """Time for each byte."""
-        return self.time_us / self.size_bytes if self.size_bytes else float("inf")
-
-
-class Held(NamedTuple):
-    """States of one microbatch of a stage while a device waits: before its B (`whole`), or with W left (`rest`).
-
-    It is one of the two or neither; each is the work it still offers and the bytes it holds.
-    """
-
-    whole: Piece
-    rest: Piece = Piece(0, 0)
-
-
-def most_time_us(pieces: Iterable[Piece], count: int, room_bytes: float) -> float:
-    """The most work in `room_bytes` if each piece can be taken up to `count` times, in parts too."""
-    total_us = 0.0
-    for piece in sorted(pieces, key=lambda piece: -piece.rate):
-        number = min(count, room_bytes / piece.size_bytes) if piece.size_bytes else count
-        total_us += number * piece.time_us
-        room_bytes -= number * piece.size_bytes
-    return total_us
-
-
-def most_held_us(held: Sequence[Held], count: int, room_bytes: float, *, in_parts: bool = False) -> float:
-    """The most work that `count` microbatches of each stage in `held` can offer within `room_bytes`.
-
-    Counted in whole microbatches where all stages are alike, unless `in_parts`; in parts otherwise.
-    """
-    if room_bytes < 0:
-        return 0.0
-    if in_parts or room_bytes == float("inf") or len(set(held)) > 1:
-        pieces = []
-        for whole, rest in held:
-            # The upper hull of nothing, rest and whole, the best rate first.
-            if rest.size_bytes >= whole.size_bytes or rest.rate < whole.rate:
-                pieces.append(whole)
-            else:
-                pieces += [rest, Piece(whole.time_us - rest.time_us, whole.size_bytes - rest.size_bytes)]
-        return most_time_us(pieces, count, room_bytes)
-    # One kind of stage: every number of microbatches before B, and beside them as many with W left as fit.
-    (whole, rest), total, room = held[0], count * len(held), int(room_bytes)
-    most = min(total, room // int(whole.size_bytes)) if whole.size_bytes else total
-    wholes = np.arange(most + 1)
-    rests = total - wholes
-    if rest.size_bytes:
-        rests = np.minimum(rests, (room - wholes * int(whole.size_bytes)) // int(rest.size_bytes))
-    return float((wholes * whole.time_us + rests * rest.time_us).max())
+from solver.bounds.unit_costs import LARGEST_SUM, UnitCosts
 
 
 class Knapsack:
@@ -99,18 +41,36 @@ class Knapsack:
         return most
 
 
-def most_held_by_units_us(times_us: Floats, rests_us: Floats, wholes: Floats, rests: Floats, *, room: float) -> float:
+def most_held_us(
+    times_us: Floats, rests_us: Floats, wholes: Floats, rests: Floats, room: float, *, in_parts: bool = False
+) -> float:
     """The most work of units within `room`, each before its B (`wholes`), with W left (`rests`), or neither.
 
-    As `most_held_us` in parts: along the upper hull of the states of each.
+    In whole units where all are alike, unless `in_parts`; otherwise in parts, along the upper hull of the states of
+    each.
     """
+    if room < 0 or not times_us.size:
+        return 0.0
+    if not in_parts and room < inf and all(map(are_equal, (times_us, rests_us, wholes, rests))):
+        time_us, rest_us, whole, rest = (float(values.flat[0]) for values in (times_us, rests_us, wholes, rests))
+        # Every number of units before B, with as many with W left as fit.
+        before = np.arange(int(min(times_us.size, room // whole) if whole else times_us.size) + 1)
+        after = times_us.size - before
+        if rest:
+            after = np.minimum(after, (room - before * whole) // rest)
+        return float((before * time_us + after * rest_us).max())
     with np.errstate(divide="ignore", invalid="ignore"):
-        rest_rate = np.where(rests > 0, rests_us / rests, np.inf)
-        whole_rate = np.where(wholes > 0, times_us / wholes, np.inf)
+        rest_rate = np.where(rests > 0, rests_us / rests, inf)
+        whole_rate = np.where(wholes > 0, times_us / wholes, inf)
     only_whole = (rests >= wholes) | (rest_rate < whole_rate)
     pieces_us = np.concatenate([times_us[only_whole], rests_us[~only_whole], (times_us - rests_us)[~only_whole]])
     sizes = np.concatenate([wholes[only_whole], rests[~only_whole], (wholes - rests)[~only_whole]])
     return float(Knapsack(pieces_us, sizes).most_us(room))
+
+
+def are_equal(values: Floats) -> bool:
+    """True if all values are the same."""
+    return bool((values == values.flat[0]).all())
 
 
 def ended_before(held: Floats | Ints, room: Floats | Ints, order: Ints | Sequence[int]) -> Ints:
@@ -140,54 +100,62 @@ def usable_bytes(problem: Problem, device: int) -> float:
     return budget - budget % divisor if divisor else budget
 
 
-Time = int | float
+class OnDevice:
+    """The device that holds the stages `numbers`, with costs of its units: arrays (its stages, units).
 
-
-@dataclass(frozen=True)
-class Paths:
-    """Times (us) along one microbatch's chain of F and B, from any stage to any other.
-
-    Entry s of each sequence is what comes before stage s (`*_before`) or from stage s on (`*_from`): F and the delays
-    of activations, or B and the delays of gradients. Sequences `*_from` have one entry more, the last is 0.
+    `out_rate`, `in_rate`: the most bytes that copies move in a us, to the host and back.
     """
 
-    forward_before: Sequence[Time]
-    forward_from: Sequence[Time]
-    backward_before: Sequence[Time]
-    backward_from: Sequence[Time]
-    activations_from: Sequence[Time]
-    gradients_from: Sequence[Time]
+    def __init__(self, costs: UnitCosts, numbers: Sequence[int]) -> None:
+        self.costs, self.numbers, self.problem = costs, numbers, costs.problem
+        self.low, self.high = numbers[0], numbers[-1]
+        own = list(numbers)
+        self.forward, self.backward, self.weight = (us[own] for us in (costs.forward, costs.backward, costs.weight))
+        self.offload, self.reload = costs.offload[own], costs.reload[own]
+        self.whole, self.staying, self.left = (size[own] for size in (costs.whole, costs.staying, costs.left))
+        self.gradients = costs.gradients[own]
+        self.budget = usable_bytes(self.problem, self.problem.stages[self.low].device)
+        if float((self.whole + self.left + self.gradients).sum()) + self.budget >= LARGEST_SUM:
+            self.budget = inf
+        moved = self.whole - self.staying
+        self.copies = bool((moved > 0).any())
+        with np.errstate(divide="ignore"):
+            self.out_rate, self.in_rate = (
+                float((moved[moved > 0] / copy_us[moved > 0]).max(initial=0.0))
+                for copy_us in (self.offload, self.reload)
+            )
 
     @classmethod
-    def of(cls, problem: Problem) -> Self:
-        """All sums for a problem, each made once."""
-        forward = [stage.forward_us for stage in problem.stages]
-        backward = [stage.backward_input_us for stage in problem.stages]
-        activations, gradients = [*problem.forward_delay_us, 0], [*problem.backward_delay_us, 0]
-        return cls(
-            forward_before=_sums_before(a + b for a, b in zip(forward, activations, strict=True)),
-            forward_from=_sums_from(forward),
-            backward_before=_sums_before(a + b for a, b in zip(backward, gradients, strict=True)),
-            backward_from=_sums_from(backward),
-            activations_from=_sums_from(activations),
-            gradients_from=_sums_from(gradients),
-        )
+    def each(cls, problem: Problem) -> Sequence[Self]:
+        """One instance for each device that has stages; made once for each problem object."""
+        return problem.derived(cls._each)
 
-    def turnaround_us(self, forward: int, backward: int) -> Time:
-        """The least time from the end of F of stage `forward` to the start of B of stage `backward`.
+    @classmethod
+    def _each(cls, problem: Problem) -> Sequence[Self]:
+        costs = UnitCosts.of(problem)
+        return [cls(costs, numbers) for numbers in problem.stages_of if numbers]
 
-        All F that follow, all B that come before, and the delays between them. A fused backward only makes it longer.
+    @cached_property
+    def stages(self) -> Sequence[Stage]:
+        """The stages of this device, first to last."""
+        return [self.problem.stages[s] for s in self.numbers]
+
+    def value_us(self, span_us: float, to_last_backward_us: float) -> float:
+        """Lower bound on the objective, from two bounds: on the device's span, and on that up to its last backward.
+
+        Head and tail of a device (Carlier 1982): the device of stage 0 begins earlier by F of the stages before this
+        device, and after its last backward the gradient still passes B of these, and W of stage 0 follows. For the
+        makespan the device's own span begins after that head as well. In a free order the first and the last microbatch
+        may be any.
         """
-        forward_us = self.forward_from[forward + 1] + self.activations_from[forward]
-        return forward_us + self.backward_from[backward + 1] + self.gradients_from[backward]
-
-
-def _sums_before(times: Iterable[Time]) -> Sequence[Time]:
-    return list(accumulate(times, initial=0))[:-1]
-
-
-def _sums_from(times: Sequence[Time]) -> Sequence[Time]:
-    return list(accumulate(reversed(times), initial=0))[::-1]
+        heads_us, tails_us = self.costs.heads_us[self.low], self.costs.tails_us[self.low]
+        head_us, tail_us = (
+            (float(heads_us.min()), float(tails_us.min()))
+            if self.problem.has_free_order
+            else (float(heads_us[0]), float(tails_us[-1]))
+        )
+        through_us = head_us + to_last_backward_us + tail_us
+        return max(through_us, span_us + (head_us if self.problem.objective == "makespan" else 0.0))
 
 
 def longest_chain_us(problem: Problem) -> float:
@@ -195,46 +163,7 @@ def longest_chain_us(problem: Problem) -> float:
 
     A bound on the makespan; on the span of the device of the first stage too, since that chain begins and ends there.
     """
-    first = problem.stages[0]
-    turnaround_us = Paths.of(problem).turnaround_us(0, 0)
-    return first.forward_us + turnaround_us + first.backward_input_us + first.backward_weight_us
-
-
-@dataclass(frozen=True)
-class OnDevice:
-    """The device that holds the stages `numbers`, with the `paths` of the whole problem."""
-
-    problem: Problem
-    paths: Paths
-    numbers: Sequence[int]
-
-    @classmethod
-    def each(cls, problem: Problem) -> Sequence[Self]:
-        """One instance for each device that has stages."""
-        paths = Paths.of(problem)
-        return [cls(problem, paths, numbers) for numbers in problem.stages_of if numbers]
-
-    @cached_property
-    def stages(self) -> Sequence[Stage]:
-        """The stages of this device, first to last."""
-        return [self.problem.stages[s] for s in self.numbers]
-
-    @cached_property
-    def budget(self) -> float:
-        """The bytes that can be used here; infinite without a budget."""
-        return usable_bytes(self.problem, self.stages[0].device)
-
-    def value_us(self, span_us: float, to_last_backward_us: float) -> float:
-        """Lower bound on the objective, from two bounds: on the device's span, and on that up to its last backward.
-
-        Head and tail of a device (Carlier 1982): the device of stage 0 begins earlier by F of the stages before this
-        device, and after its last backward the gradient still passes B of these, and W of stage 0 follows. For the
-        makespan the device's own span begins after that head as well.
-        """
-        low = self.numbers[0]
-        head_us, tail_us = self.paths.forward_before[low], self.paths.backward_before[low]
-        through_us = head_us + to_last_backward_us + tail_us + self.problem.stages[0].backward_weight_us
-        return max(through_us, span_us + (head_us if self.problem.objective == "makespan" else 0))
+    return UnitCosts.of(problem).longest_microbatch_us
 
 
 def split_backward_suffices(problem: Problem) -> bool:
@@ -254,11 +183,13 @@ def fusing_may_help(problem: Problem, s: int) -> bool:
     On the other stages all may be split. Beside what a backward holds of the activation, B needs its workspace, or what
     it leaves for W, and W its own beside that; BW needs its own workspace. A backward that recomputes within itself
     holds less than the activation, and maybe less than what B leaves. Where W of units differ, it matters which is
-    first: B(i) BW(j) W(i) runs W of j before that of i, as no B and W in order do.
+    first: B(i) BW(j) W(i) runs W of j before that of i, as no B and W in order do. Blocks have a BW.
     """
     graph = lower(problem)
     if not graph.trained[s]:
         return False
+    if any(s == backward for _, backward in problem.block_us):
+        return True
     weight = graph.type_of("W", s, 0, 0) + np.arange(graph.shape[3])
     costs = np.column_stack([graph.duration_us[weight], graph.device_bytes[weight]])
     # A fused backward may overtake a W that is longer, or frees less, than its own.

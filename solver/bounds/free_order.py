@@ -66,7 +66,7 @@ class _Ends:
     def __init__(self, costs: UnitCosts, pairs: Ints) -> None:
         problem = costs.problem
         self.f, self.b, self.w = f, b, w = [costs.by_slice(us) for us in (costs.forward, costs.backward, costs.weight)]
-        ahead, back = (costs.by_slice(problem.unit_delays_us[way]) for way in ("forward", "backward"))
+        ahead, back = (costs.by_slice(problem.unit_delays_us[name]) for name in ("forward", "backward"))
         (first, last), stages = pairs.T, range(len(f))
         shape = len(pairs), *f.shape
         self.heads, self.tails = ({kind: np.zeros(shape) for kind in "FB"} for _ in range(2))

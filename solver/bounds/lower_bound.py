@@ -9,15 +9,16 @@ import numpy as np
 from optpipe.kinds import CODE, COPIES
 from optpipe.problem import Floats, Problem
 from optpipe.task_graph import lower
-from solver.bounds.blocks import block_bounds_us, block_relaxation, without_blocks
+from solver.bounds.blocks import block_bounds_us, block_relaxation, blocks_in_memory_bound_us, without_blocks
 from solver.bounds.device import longest_chain_us
+from solver.bounds.free_order import free_order_bound_us
 from solver.bounds.modes import mode_bounds_us
 from solver.bounds.rounds import round_bounds_us
 from solver.bounds.shared_channel import shared_channel_bounds_us
-from solver.bounds.spread import spread_bound_us
+from solver.bounds.spread import spread_bound_us, without_passes
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import MOST_RELEASE_NODES, from_stage, ordered_bounds_us
-from solver.bounds.units import memory_time_bounds_us, unit_bounds_us, unit_device_bounds_us
+from solver.bounds.units import memory_time_bounds_us
 from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 from solver.bounds.whole_forwards import whole_forwards_bound_us
 from solver.variants import fitting_variants
@@ -46,38 +47,36 @@ def lower_bounds_us(problem: Problem, without: Set[str] = frozenset()) -> dict[s
     The windows and byte-time apart hold where activations are kept or offloaded whole. Where there are other modes they
     are asked without budgets: then nothing needs to be recomputed, and keeping everything is as fast as any choice of
     modes. With budgets there are both in one (`solver.bounds.modes`).
-    Where microbatches have costs or slices of their own `solver.bounds.units` has all of these in its own terms. What
-    it says of the order of units counts for equal microbatches as well, up to `MOST_RELEASE_NODES`.
-    All of these are of F, B and W: where the first stages have F alone, of the stages behind them. Without its spread
-    passes and gates a schedule is one of the problem that has none, and takes no longer.
+    All three hold for units with costs of their own. What their order says counts for equal microbatches as well, up to
+    `MOST_RELEASE_NODES`.
+    All of these are of F, B and W: where the first stages have F alone, of the stages behind them. With spread passes
+    they are of a relaxation that has none.
     """
     if problem.spread or problem.gates:
-        bounds = lower_bounds_us(problem.replaced(spread=None, gates=None), without)
+        bounds = lower_bounds_us(without_passes(problem), without)
         apart = block_relaxation(problem) if problem.overlaps else problem
         return bounds | _kept({"spread": spread_bound_us(apart)}, without)
     if problem.overlaps:
         apart, bounds = without_blocks(problem), lower_bounds_us(block_relaxation(problem), without)
-        if not problem.has_factors and problem.slice_count == 1:  # a block makes no op shorter
+        if not lower(problem).trained.all():
+            return bounds
+        if problem.has_equal_microbatches:  # a block makes no op shorter
             bounds |= _kept({"chain": max(bounds.get("chain", 0.0), longest_chain_us(apart))}, without)
-        if lower(problem).trained.all():
-            bounds |= _kept({"blocks": max(block_bounds_us(problem))}, without)
-        return bounds
+        return bounds | _kept({"blocks": max(*block_bounds_us(problem), blocks_in_memory_bound_us(problem))}, without)
     if not lower(problem).trained.all():
         return _kept(_partly_trained_bounds_us(problem, without), without)
-    if problem.has_factors or problem.slice_count > 1:
-        return _kept(unit_bounds_us(problem), without)
-    if problem.has_modes:
+    if problem.has_modes and problem.has_equal_microbatches:
         relaxed = lower_bounds_us(_without_budgets(problem), without)
         own = {
-            "release-order": _order_bound_us(problem),
+            **_order_bounds_us(problem),
             "modes": max(mode_bounds_us(problem)),
             "rounds": max(round_bounds_us(problem)),
         }
         return _kept({name: max(relaxed.get(name, 0.0), own.get(name, 0.0)) for name in {**relaxed, **own}}, without)
-    bounds = {"chain": longest_chain_us(problem), "release-order": _order_bound_us(problem)}
-    bounds |= {name: max(bounds_us(problem)) for name, bounds_us in _DEVICE_BOUNDS.items()}
+    bounds = {"chain": longest_chain_us(problem), **_order_bounds_us(problem)}
+    bounds |= {name: max(bounds_us(problem)) for name, bounds_us in _device_bounds(problem).items()}
     kept = _kept(bounds, without)
-    if "whole-forwards" not in without:
+    if problem.has_equal_microbatches and "whole-forwards" not in without:
         kept["whole-forwards"] = whole_forwards_bound_us(problem, max(kept.values(), default=0.0))
     return kept
 
@@ -134,29 +133,31 @@ def _heads_us(problem: Problem) -> Floats:
     return heads_us if problem.objective == "makespan" else np.zeros_like(heads_us)
 
 
-def _order_bound_us(problem: Problem) -> float:
-    """Bound by the chain of order and memory over all devices, for equal microbatches; 0 where they are too many."""
-    if 2 * len(problem.stages) * problem.microbatches > MOST_RELEASE_NODES:
-        return 0.0
-    return float(max(ordered_bounds_us(UnitCosts.of(problem)), default=0.0))
+def _order_bounds_us(problem: Problem) -> dict[str, float]:
+    """Bound by the chain of order and memory over all devices; 0 for equal microbatches where they are too many."""
+    costs = UnitCosts.of(problem)
+    if problem.has_free_order:
+        return {"free-order": free_order_bound_us(costs)}
+    if problem.has_equal_microbatches and 2 * costs.forward.size > MOST_RELEASE_NODES:
+        return {"release-order": 0.0}
+    return {"release-order": max(ordered_bounds_us(costs), default=0.0)}
 
 
-_DEVICE_BOUNDS: dict[str, Callable[[Problem], Sequence[float]]] = {
-    "warmup-cooldown": warmup_cooldown_bounds_us,
-    "memory-time": memory_time_bounds_us,
-    "rounds": round_bounds_us,
-    "shared-channel": shared_channel_bounds_us,
-}
-"""Bounds of each device, where microbatches are alike and have no modes."""
+def _device_bounds(problem: Problem) -> dict[str, Callable[[Problem], Sequence[float]]]:
+    """Bounds of each device, by name; those of rounds and shared channels are proved for equal microbatches."""
+    of_units: dict[str, Callable[[Problem], Sequence[float]]] = {
+        "warmup-cooldown": warmup_cooldown_bounds_us,
+        "memory-time": memory_time_bounds_us,
+    }
+    of_equal = {"rounds": round_bounds_us, "shared-channel": shared_channel_bounds_us}
+    return of_units | of_equal if problem.has_equal_microbatches else of_units
 
 
 def device_bounds_us(problem: Problem) -> Sequence[float]:
     """The best bound from each device that has stages."""
     if not lower(problem).trained.all():
         return _work_bounds_us(problem)
-    if problem.has_factors or problem.slice_count > 1:
-        return unit_device_bounds_us(problem)
-    return [max(bounds) for bounds in zip(*(bounds(problem) for bounds in _DEVICE_BOUNDS.values()), strict=True)]
+    return [max(bounds) for bounds in zip(*(each(problem) for each in _device_bounds(problem).values()), strict=True)]
 
 
 def _without_budgets(problem: Problem) -> Problem:
@@ -166,7 +167,7 @@ def _without_budgets(problem: Problem) -> Problem:
     """
     stages = []
     for s, stage in enumerate(problem.stages):
-        again_us = min(way.mode.recompute_us if way.inside else 0 for way in fitting_variants(problem, s))
+        again_us = min(variant.mode.recompute_us if variant.inside else 0 for variant in fitting_variants(problem, s))
         stages.append(stage.replaced(modes=[], backward_input_us=stage.backward_input_us + again_us))
     devices = [device.replaced(memory_bytes=None) for device in problem.devices]
     return problem.replaced(host_memory_bytes=None, devices=devices, stages=stages)

@@ -11,7 +11,7 @@ import numpy as np
 
 from optpipe.problem import Problem
 from optpipe.stage import Stage
-from solver.bounds.device import OnDevice
+from solver.bounds.device import OnDevice, usable_bytes
 from solver.variants import Variant, variants
 
 
@@ -36,7 +36,7 @@ def round_bounds_us(problem: Problem) -> Sequence[float]:
     recomputed each adds its recomputation to the work, and without them the others are a schedule of their own, with
     room for as many as fit of these; the least x counts.
     """
-    return [_round_bound_us(device) if len(device.stages) == 1 else 0.0 for device in OnDevice.each(problem)]
+    return [_round_bound_us(device) if len(device.numbers) == 1 else 0.0 for device in OnDevice.each(problem)]
 
 
 MOST_SHARES = 64
@@ -53,11 +53,10 @@ def _round_bound_us(device: OnDevice) -> float:
     numbers = np.unique(np.linspace(0, microbatches, MOST_SHARES + 1).astype(int)).tolist()
     least_us = float("inf")
     for first, last in pairwise([-1, *numbers]):  # recomputed are from first + 1 to last
-        times_us = [
-            microbatches * sum(map(stage.duration_us, kinds)) + (first + 1) * recompute_us for kinds in ("FBW", "FB")
-        ]
+        through_us = microbatches * (stage.forward_us + stage.backward_input_us) + (first + 1) * recompute_us
+        work_us = through_us + microbatches * stage.backward_weight_us
         rounds_us = _of_rounds_us(device, others, microbatches - last)
-        least_us = min(least_us, max(device.value_us(*times_us), rounds_us))
+        least_us = min(least_us, max(device.value_us(work_us, through_us), rounds_us))
     return max(bound_us, least_us)
 
 
@@ -69,10 +68,10 @@ def _of_rounds_us(device: OnDevice, choices: Sequence[Variant], microbatches: in
         min(variant.mode.kept_bytes + variant.mode.forward_workspace_bytes for variant in choices)
         + stage.workspace_bytes.F
     )
-    room = device.budget - (started - size)
+    room = usable_bytes(device.problem, stage.device) - (started - size)  # exact, however large
     if not 0 < size <= room < microbatches * size:
         return 0.0
-    turnaround_us = stage.forward_us + device.paths.turnaround_us(s, s)
+    turnaround_us = stage.forward_us + device.costs.turnaround_us(s, s)
     rounds = _Rounds(microbatches, int(room), size, stage, turnaround_us)
     return device.value_us(rounds.span_us, rounds.to_last_backward_us)
 
@@ -93,12 +92,12 @@ class _Rounds:
     @property
     def span_us(self) -> float:
         """From the first op to the end of the last."""
-        return max(self._end_us("BW"), self._last_forward_us + self.turnaround_us + self.stage.duration_us("BW"))
+        return self._least_us(self.stage.backward_input_us + self.stage.backward_weight_us)
 
     @property
     def to_last_backward_us(self) -> float:
         """From the first op to the end of the last B."""
-        return max(self._end_us("B"), self._last_forward_us + self.turnaround_us + self.stage.duration_us("B"))
+        return self._least_us(self.stage.backward_input_us)
 
     @property
     def _in_flight(self) -> int:
@@ -110,13 +109,13 @@ class _Rounds:
         rounds, more = divmod(self.microbatches - 1, self._in_flight)
         return (rounds - 1) * self._round_us + self._step_us(more)
 
-    def _end_us(self, kinds: str) -> float:
-        """The earliest end of all B, or all B and W, from the step after which most is left."""
-        backward_us = sum(self.stage.duration_us(kind) for kind in kinds)
-        return self.turnaround_us + max(
+    def _least_us(self, backward_us: float) -> float:
+        """The earliest end of all B, or all B and W: from the step after which most is left, or of the last one."""
+        steps_us = [
             step * self._round_us + left * backward_us + max(0, left - self._in_flight) * self.stage.forward_us
             for step, left in enumerate(range(self.microbatches, 0, -self._in_flight))
-        )
+        ]
+        return self.turnaround_us + max(*steps_us, self._last_forward_us + backward_us)
 
     @cached_property
     def _round_us(self) -> float:

@@ -36,7 +36,7 @@ def _idle_us(members: Sequence[Windows]) -> float:
     if not all(stage.activation_bytes for stage in stages) or any(device.budget == float("inf") for device in members):
         return 0.0
     byte_us = max(stage.forward_us / stage.activation_bytes for stage in stages)
-    copied_us = byte_us * max(device.moved_bytes("O", 1.0) for device in members)  # of F that a us of copying allows
+    copied_us = byte_us * max(device.out_rate for device in members)  # of F that a us of copying allows
     if copied_us > 1:
         return 0.0  # the longer a window, the more could F fill
     # The channel works from the end of some device's first F to the start of the last F before a first backward.

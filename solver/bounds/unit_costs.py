@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.kinds import CODE
-from optpipe.problem import Floats, Problem
+from optpipe.problem import Floats, Ints, Problem
 from optpipe.task_graph import TaskGraph, lower
 
 LARGEST_SUM = 2.0**53
@@ -46,11 +46,29 @@ class UnitCosts:
 
     @classmethod
     def of(cls, problem: Problem) -> Self:
-        """Costs of each class of units, and by them of each unit."""
+        """Costs of each class of units, and by them of each unit; made once for each problem object."""
+        return problem.derived(cls._made)
+
+    @classmethod
+    def _made(cls, problem: Problem) -> Self:
         graph = lower(problem)
         costs = [values.astype(np.float64)[:, graph.unit_class] for values in _costs(graph)]
         costs += _paths(problem, costs[0], costs[1])
         return cls(problem, *costs)
+
+    def turnaround_us(self, forward: int, backward: int, microbatch: int = 0) -> float:
+        """The least time from the end of F of a microbatch on stage `forward` to the start of its B on `backward`.
+
+        All F that follow, all B that come before, and the delays between them. Of slices, the last F and the last B.
+        """
+        first = microbatch * self.problem.slice_count
+        last = first + self.problem.slice_count - 1
+        return float(self.to_top[forward, last] - self.forward[forward, last] + self.from_top[backward, first])
+
+    @cached_property
+    def backward_order(self) -> Ints:
+        """Units in the order of their backwards on each stage, where that of microbatches is given."""
+        return self.problem.units_in_order("B")
 
     @property
     def longest_microbatch_us(self) -> float:

@@ -136,10 +136,16 @@ class _Device(NamedTuple):
 
 
 def from_stage(problem: Problem, low: int) -> Problem:
-    """The pipeline of the stages from `low` on; what its schedules need, those of the whole problem need as well."""
+    """The pipeline of the stages from `low` on; what its schedules need, those of the whole problem need as well.
+
+    It has no spread passes and gates, which name stages of the whole one.
+    """
     transfer = problem.transfer_us
     return problem.replaced(
-        stages=problem.stages[low:], transfer_us=transfer[low:] if isinstance(transfer, list) else transfer
+        stages=problem.stages[low:],
+        transfer_us=transfer[low:] if isinstance(transfer, list) else transfer,
+        spread=None,
+        gates=None,
     )
 
 
@@ -150,7 +156,7 @@ class _Paths:
         self.costs, self.problem = costs, costs.problem
         self.stages, self.units = costs.forward.shape
         self.count = self.problem.slice_count
-        self.back = self.problem.units_in_order("B").tolist()
+        self.back = costs.backward_order.tolist()
         self.f, self.b, self.w = (us.tolist() for us in (costs.forward, costs.backward, costs.weight))
         self.delays = {way: us.tolist() for way, us in self.problem.unit_delays_us.items()}
         self.held: dict[int, list[_Held]] = defaultdict(list)

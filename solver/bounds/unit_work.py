@@ -22,7 +22,7 @@ class OneStage:
     """
 
     def __init__(self, costs: UnitCosts, s: int, budget: float, released: Ints) -> None:
-        back = costs.problem.units_in_order("B")
+        back = costs.backward_order
         self.count, self.released = costs.problem.slice_count, released
         self.forward_us = sums(costs.forward[s])
         self.backward_us, self.weight_us = sums(costs.backward[s, back]), sums(costs.weight[s, back])

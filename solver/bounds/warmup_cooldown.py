@@ -6,12 +6,15 @@ run its last F it has only the backwards that its memory still holds to run, unt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
-from optpipe.problem import Problem
-from optpipe.stage import Stage
-from solver.bounds.device import Held, OnDevice, Piece, most_held_us
+import numpy as np
+
+from optpipe.ops import Bools
+from optpipe.problem import Floats, Problem
+from solver.bounds.device import Knapsack, OnDevice, are_equal, most_held_us
 
 
 def warmup_cooldown_bounds_us(problem: Problem) -> Sequence[float]:
@@ -56,6 +59,9 @@ def warmup_cooldown_bounds_us(problem: Problem) -> Sequence[float]:
     the ones that are not pending when the last backward starts, beside its activation, which is whole again by then.
     For the makespan, d's own span begins after that head as well.
 
+    Units (microbatches, or slices of them) that differ are asked for by name: in the given order those before B are
+    prefixes of one order, or suffixes of another; in a free order the choice with the least bound counts.
+
     Here a longer window may well be shorter on the whole: with copies quicker than B it brings back more work without
     any idle time, and so leaves more W for later. So the first count leaves the channel out where there are copies: it
     asks only that what never leaves fits. The second holds where the shortest window idles, since a longer one idles
@@ -64,25 +70,44 @@ def warmup_cooldown_bounds_us(problem: Problem) -> Sequence[float]:
     return [device.bound_us for device in Windows.each(problem)]
 
 
+class _CoolDown(NamedTuple):
+    """The cool-down with some microbatch as the last.
+
+    `idle_us`: its idle time, negative where the stock of work exceeds it. `weights_us`: time of W alone before the end
+    of the last backward, whatever the windows; `before_us`: of W, and of idling in the cool-down.
+    """
+
+    idle_us: float
+    weights_us: float
+    before_us: float
+
+
 class Windows(OnDevice):
     """Both windows of a device."""
 
     @property
     def bound_us(self) -> float:
         """From the idle time of both."""
-        warm_up_us, cool_down_us = self._warm_up_idle_us, self._cool_down_idle_us
-        span_us = self._work_us("FBW") + self._together_us(warm_up_us, max(0.0, cool_down_us))
-        weights_us = self._weights_before_last_backward_us
-        to_last_backward_us = self._work_us("FB") + self._together_us(warm_up_us, weights_us)
-        return self.value_us(span_us, to_last_backward_us)
+        ends, warm_up_us = self._cool_downs, self._warm_up_idle_us
+        return self._value_us(
+            self._together_us(warm_up_us, max(0.0, min(end.idle_us for end in ends))),
+            self._together_us(warm_up_us, max(0.0, min(end.before_us for end in ends))),
+        )
 
     @property
     def without_warm_up_us(self) -> float:
         """As `bound_us`, without the idle time of the warm-up: each us of that adds as much to the value."""
-        apart = self._are_apart
-        span_us = self._work_us("FBW") + (max(0.0, self._cool_down_idle_us) if apart else 0.0)
-        weights_us = self._weights_before_last_backward_us if apart else self._weights_run_before_us
-        return self.value_us(span_us, self._work_us("FB") + weights_us)
+        ends = self._cool_downs
+        if self._are_apart:
+            return self._value_us(
+                max(0.0, min(end.idle_us for end in ends)), max(0.0, min(end.before_us for end in ends))
+            )
+        return self._value_us(0.0, max(0.0, min(end.weights_us for end in ends)))
+
+    def _value_us(self, idle_us: float, before_us: float) -> float:
+        """The bound with so much idle time, and so much besides F and B before the end of the last backward."""
+        through_us = float((self.forward + self.backward).sum())
+        return self.value_us(through_us + float(self.weight.sum()) + idle_us, through_us + before_us)
 
     @property
     def warm_up_us(self) -> float:
@@ -91,157 +116,140 @@ class Windows(OnDevice):
 
     def to_first_backward_us(self, other: Windows) -> float:
         """The least time from the first op of this device to the first backward of that or another one."""
-        return self.stages[0].forward_us + self.paths.turnaround_us(self._low, other._high)
+        up_us = self.costs.by_slice(self.costs.to_top)[self.low, :, 0]
+        down_us = self.costs.by_slice(self.costs.from_top)[other.high, :, -1]
+        return float((up_us + down_us).min() if self.problem.has_free_order else up_us[0] + down_us[0])
 
     @property
     def room_for_forwards(self) -> float:
         """Bytes that activations can take when an F starts, that of the F included."""
-        return self.budget - min(stage.workspace_bytes.F for stage in self.stages)
-
-    @property
-    def _low(self) -> int:
-        return self.numbers[0]
-
-    @property
-    def _high(self) -> int:
-        return self.numbers[-1]
-
-    def _one_of_each_us(self, kinds: str) -> float:
-        """The ops of these kinds of one microbatch on all the device's stages."""
-        return sum(stage.duration_us(kind) for stage in self.stages for kind in kinds)
-
-    def _work_us(self, kinds: str) -> float:
-        return self.problem.units * self._one_of_each_us(kinds)
-
-    @cached_property
-    def _cool_down_us(self) -> float:
-        """From the end of the last F to the start of the last backward."""
-        return self.paths.turnaround_us(self._high, self._low)
+        return self.budget - float(self.costs.beside[list(self.numbers)].min())
 
     @cached_property
     def _warm_up_idle_us(self) -> float:
+        """Time between the first op and the first backward that the F which fit do not fill."""
         window_us, room = self.warm_up_us, self.room_for_forwards
-        least_moved = min(stage.activation_bytes - _staying_bytes(stage) for stage in self.stages)
-
-        def most_forwards_us(size_bytes: Callable[[Stage], int], room_bytes: float) -> float:
-            forwards = [Held(Piece(stage.forward_us, size_bytes(stage))) for stage in self.stages]
-            return most_held_us(forwards, self.problem.units, room_bytes)
-
         # With the channel's help whole activations; without it what never leaves of them, beside the whole last one.
-        fits_us = min(
-            most_forwards_us(_activation_bytes, room + self.moved_bytes("O", window_us)),
-            most_forwards_us(_staying_bytes, room - least_moved),
+        fits_us = self._most_forwards_us(
+            self.whole, room + _moved_bytes(self.out_rate, window_us), in_parts=self.copies
         )
+        if self.copies:
+            least_moved = float((self.whole - self.staying).min())
+            fits_us = min(fits_us, self._most_forwards_us(self.staying, room - least_moved))
         return max(0.0, window_us - fits_us)
 
-    @cached_property
-    def _cool_down_idle_us(self) -> float:
-        """Negative where the stock of work exceeds the window."""
+    def _most_forwards_us(self, sizes: Floats, room: float, *, in_parts: bool = False) -> float:
+        """The most time of F that fit: of the first units of each stage, or of any where the order is free.
 
-        def pending(stage: Stage, size_bytes: int) -> Held:
-            rest = Piece(stage.backward_weight_us, stage.backward_weight_bytes)
-            return Held(Piece(stage.duration_us("BW"), size_bytes), rest)
-
-        last_microbatch_us = self._one_of_each_us("BW") - self.stages[0].duration_us("BW")
-        return self._cool_down_us - last_microbatch_us - self._most_in_stock_us(pending)
-
-    @cached_property
-    def _weights_before_last_backward_us(self) -> float:
-        """Time that W, and idling in the cool-down, take before the end of the last backward."""
-        # The third count of docs/math/bounds.md ("Both, and the way back"): all but one W and the idle time of the
-        # cool-down; with copies only where the shortest window idles.
-        if self._cool_down_idle_us >= 0 or not self._has_copies:
-            return max(self._weights_run_before_us, self._all_weights_but_last_us + self._cool_down_idle_us)
-        return self._weights_run_before_us
+        In whole units where all are alike, and on a single stage unless `in_parts`; the upper hull of prefixes, or all
+        pieces, otherwise.
+        """
+        if self.problem.has_free_order or (are_equal(self.forward) and are_equal(sizes)):
+            nothing = np.zeros_like(sizes)
+            return most_held_us(self.forward, nothing, sizes, nothing, room)
+        if len(self.numbers) == 1 and not in_parts:
+            fitting = int(np.searchsorted(np.cumsum(sizes[0]), room, side="right"))
+            return float(self.forward[0, :fitting].sum())
+        hulls = [prefix_hull(times, size) for times, size in zip(self.forward, sizes, strict=True)]
+        times_us, bytes_ = (np.concatenate(parts) for parts in zip(*hulls, strict=True))
+        return float(Knapsack(times_us, bytes_).most_us(room))
 
     @cached_property
-    def _weights_run_before_us(self) -> float:
-        """Time of W alone before the end of the last backward, whatever the windows."""
+    def _cool_downs(self) -> Sequence[_CoolDown]:
+        """For each microbatch that may be the last, one of those that are alike."""
+        last = [self.problem.microbatches - 1]
+        if self.problem.has_free_order:
+            _, firsts = np.unique(self.problem.unit_class[:: self.problem.slice_count], return_index=True)
+            last = firsts.tolist()
+        return [self._cool_down(i) for i in last]
 
-        def pending(stage: Stage, size_bytes: int) -> Held:
-            return Held(Piece(stage.backward_weight_us, min(size_bytes, stage.backward_weight_bytes)))
+    def _cool_down(self, last: int) -> _CoolDown:
+        costs, n = self.costs, self.problem.slice_count
+        first, end = last * n, last * n + n - 1
+        own, forward_us = slice(first, end + 1), float(costs.forward[self.high, end])
+        window_us = costs.turnaround_us(self.high, self.low, last)
+        room = self.budget - float(costs.beside[self.high, end])
+        others = np.ones(self.problem.units, bool)
+        others[own] = False
+        whole_last = float(self.whole[:, own].sum())
+        staying_last = float(self.staying[:, own].sum() + (costs.whole - costs.staying)[self.high, end])
+        # A window of no length must have room for what is counted in every window.
+        has_room = room + _moved_bytes(self.in_rate, forward_us) >= whole_last
+        moved = _moved_bytes(self.in_rate, forward_us + window_us)
+        whole_room = room + moved - (whole_last if has_room else 0.0)
 
-        # The first two counts of docs/math/bounds.md ("Both, and the way back").
+        def stock_us(times_us: Floats, rests_us: Floats, wholes: Floats, rests: Floats, *, stays: bool) -> float:
+            """The most work of the microbatches in flight when the last F starts, beside the last microbatch.
+
+            It is that of the shortest cool-down, as a longer one may bring back more; or that of any, where only what
+            never leaves counts.
+            """
+            times_us, rests_us, wholes, rests = (values[:, others] for values in (times_us, rests_us, wholes, rests))
+            free = room - staying_last if stays else whole_room
+            return most_held_us(times_us, rests_us, wholes, rests, free, in_parts=moved > 0 and not stays)
+
+        both_us, nothing = self.backward + self.weight, np.zeros_like(self.weight)
+        stock = stock_us(both_us, self.weight, self.whole, self.left, stays=False)
+        if self.copies:
+            stock = min(stock, stock_us(both_us, self.weight, self.staying, self.left, stays=True))
+        elif len(self.numbers) == 1 and not (self.problem.has_free_order or self.problem.has_equal_microbatches):
+            stock = min(stock, self._suffix_stock_us(others, whole_room))
+        own_us = float(both_us[:, own].sum() - costs.backward[self.low, first] - costs.weight[self.low, first])
+        idle_us = window_us - own_us - stock
+        # The three counts of docs/math/bounds.md ("Both, and the way back").
         # 1. W that are neither in the stock of the last F nor of the last microbatch. A longer window may bring back
         # more where there are copies: then only what never leaves is counted, which no window changes.
-        stock_us = self._most_staying_us(pending) if self._has_copies else self._most_in_stock_us(pending)
-        before_us = [(self.problem.units - 1) * self._one_of_each_us("W") - stock_us]
+        stayed = np.minimum(self.staying, self.left)
+        late_us = stock_us(self.weight, nothing, stayed, nothing, stays=self.copies)
         # 2. All but one W, less those that fit beside the activation of the last backward when it starts.
-        weights = [Held(Piece(stage.backward_weight_us, stage.backward_weight_bytes)) for stage in self.stages]
-        room = self.budget - self.stages[0].activation_bytes
-        most_us = most_held_us(weights, self.problem.units, room)
-        before_us.append(self._all_weights_but_last_us - most_us + self._last_two_backwards_us)
-        return max(0.0, *before_us)
+        all_but_last_us = float(self.weight.sum() - costs.weight[self.low, first])
+        beside = self.budget - float(costs.whole[self.low, first])
+        fitting_us = most_held_us(self.weight, nothing, self.left, nothing, beside)
+        weights_us = max(
+            float(self.weight[:, others].sum()) - late_us, all_but_last_us - fitting_us + self._last_two_backwards_us
+        )
+        # 3. All but one W and the idle time of the cool-down; with copies only where the shortest window idles.
+        counts = idle_us >= 0 or not self.copies
+        return _CoolDown(idle_us, weights_us, max(weights_us, all_but_last_us + idle_us) if counts else weights_us)
+
+    def _suffix_stock_us(self, others: Bools, room: float) -> float:
+        """The most work in a stock whose units before B are the last of their order, beside any with W left."""
+        order = self.costs.backward_order
+        units = order[others[order]][::-1]
+        times_us = np.concatenate([[0.0], np.cumsum((self.backward + self.weight)[0, units])])
+        sizes = np.concatenate([[0.0], np.cumsum(self.whole[0, units])])
+        fitting = sizes <= room
+        if not fitting.any():
+            return 0.0
+        weights_us = Knapsack(self.weight[0, units], self.left[0, units]).most_us(room - sizes[fitting])
+        return float((times_us[fitting] + weights_us).max())
 
     @cached_property
     def _last_two_backwards_us(self) -> float:
         """Time that the second count lacks because of the backward before the last one; 0 where none is implied.
 
         As many W as ever fit cannot be pending at the starts of both without a pause, in which the last activation
-        comes back, or a longer way back for the first of them (docs/math/bounds.md, "The last two backwards").
+        comes back, or a longer way back for the first of them (docs/math/bounds.md, "The last two backwards"). For
+        equal microbatches.
         """
-        low, first = self.stages[0], self.problem.stages[0]
-        weight_us, weight_bytes = low.backward_weight_us, low.backward_weight_bytes
-        like = {(stage.backward_weight_us, stage.backward_weight_bytes) for stage in self.stages}
-        if len(like) > 1 or not 0 < weight_bytes <= min(stage.activation_bytes for stage in self.stages):
+        costs, low, units = self.costs, self.low, self.problem.units
+        weight_us, left, whole = self.weight[0, 0], self.left[0, 0], costs.whole[low, 0]
+        like = are_equal(self.weight) and are_equal(self.left) and self.problem.has_equal_microbatches
+        if not like or not 0 < left <= self.whole.min() or self.budget == float("inf"):
             return 0.0
-        most, backwards = (self.budget - low.activation_bytes) // weight_bytes, self.problem.units * len(self.stages)
-        if self.problem.microbatches < 2 or not 0 <= most < backwards - 1:
+        most = (self.budget - whole) // left
+        if self.problem.microbatches < 2 or not 0 <= most < units * len(self.numbers) - 1:
             return 0.0
-        lacking_us = [weight_us, first.duration_us("BW") - low.backward_input_us]
-        if low.offload and (most + 1) * weight_bytes + _staying_bytes(low) <= self.budget:
-            lacking_us.append(low.offload.reload_us)
-        if len(self.stages) == 1:
-            lacking_us.append(self.paths.turnaround_us(self._low, self._low))
+        lacking_us = [weight_us, costs.backward[0, 0] + costs.weight[0, 0] - costs.backward[low, 0]]
+        if self.stages[0].offload and (most + 1) * left + costs.staying[low, 0] <= self.budget:
+            lacking_us.append(costs.reload[low, 0])
+        if len(self.numbers) == 1:
+            lacking_us.append(costs.turnaround_us(low, low))
         else:
-            next_stage, paths = self.numbers[1], self.paths
-            backward_us = paths.backward_from[self._low + 1] - paths.backward_from[next_stage]
-            gradient_us = paths.gradients_from[self._low] - paths.gradients_from[next_stage]
-            spare = self.budget // weight_bytes - most
-            lacking_us.append(backward_us + gradient_us - spare * weight_us)
-        return max(0.0, min(lacking_us))
-
-    @property
-    def _all_weights_but_last_us(self) -> float:
-        return self._work_us("W") - self.stages[0].backward_weight_us
-
-    @property
-    def _has_copies(self) -> bool:
-        return self.moved_bytes("R", 1.0) > 0
-
-    def _most_in_stock_us(self, pending: Callable[[Stage, int], Held]) -> float:
-        """The most work of the microbatches in flight when the last F starts, beside the last microbatch.
-
-        It is that of the shortest cool-down: a longer one may bring back more.
-        """
-        high = self.stages[-1]
-        last_bytes = sum(stage.activation_bytes for stage in self.stages)
-        if self._room_at_last_forward + self.moved_bytes("R", high.forward_us) < last_bytes:
-            last_bytes = 0  # a window of no length must have room for what is counted in every window
-        whole = [pending(stage, stage.activation_bytes) for stage in self.stages]
-        moved_bytes = self.moved_bytes("R", high.forward_us + self._cool_down_us)
-        room = self._room_at_last_forward + moved_bytes - last_bytes
-        most_us = most_held_us(whole, self.problem.units - 1, room, in_parts=moved_bytes > 0)
-        return min(most_us, self._most_staying_us(pending)) if moved_bytes else most_us
-
-    def _most_staying_us(self, pending: Callable[[Stage, int], Held]) -> float:
-        """The most pending work if only bytes that never leave count: as much as any cool-down has."""
-        staying = [pending(stage, _staying_bytes(stage)) for stage in self.stages]
-        last_bytes = self.stages[-1].activation_bytes + sum(_staying_bytes(stage) for stage in self.stages[:-1])
-        return most_held_us(staying, self.problem.units - 1, self._room_at_last_forward - last_bytes)
-
-    @property
-    def _room_at_last_forward(self) -> float:
-        return self.budget - self.stages[-1].workspace_bytes.F
-
-    def moved_bytes(self, kind: str, window_us: float) -> float:
-        """Bytes that O can free, or R bring back, in a window."""
-        moved_bytes = 0.0
-        for stage in self.stages:
-            if stage.offload and stage.offload.bytes:
-                copy_us = stage.duration_us(kind)
-                moved_bytes = max(moved_bytes, window_us * stage.offload.bytes / copy_us if copy_us else float("inf"))
-        return moved_bytes
+            following = self.numbers[1]
+            back_us = costs.from_top[low, 0] - costs.from_top[following, 0] - costs.backward[following, 0]
+            lacking_us.append(back_us - (self.budget // left - most) * weight_us)
+        return max(0.0, float(min(lacking_us)))
 
     def _together_us(self, warm_up_us: float, cool_down_us: float) -> float:
         """Idle time of both windows, whether or not a backward precedes the last F."""
@@ -251,24 +259,38 @@ class Windows(OnDevice):
 
     @property
     def _are_apart(self) -> bool:
-        """True if a backward precedes the last F: not all microbatches can be in flight at once."""
-        return self.problem.units * sum(map(_staying_bytes, self.stages)) > self.budget
+        """True if a backward precedes the last F: not all units can be in flight at once."""
+        return float(self.staying.sum()) > self.budget
 
     @property
     def _copies_idle_us(self) -> float:
         """Idle time before the end of the last F if all F come first, since what does not fit has to leave by then."""
-        leaving_bytes = self.problem.units * sum(map(_activation_bytes, self.stages)) - self.budget
-        rate = self.moved_bytes("O", 1.0)
-        if leaving_bytes <= 0 or not rate:
+        leaving = float(self.whole.sum()) - self.budget
+        if leaving <= 0 or not self.out_rate:
             return 0.0
-        last_forward_ends_us = self.stages[0].forward_us + leaving_bytes / rate + self.stages[-1].forward_us
-        return max(0.0, last_forward_ends_us - self._work_us("F"))
+        ends_us = float(self.forward[0].min() + self.forward[-1].min()) + leaving / self.out_rate
+        return max(0.0, ends_us - float(self.forward.sum()))
 
 
-def _activation_bytes(stage: Stage) -> int:
-    return stage.activation_bytes
+def _moved_bytes(rate: float, window_us: float) -> float:
+    """Bytes that copies at this rate move in a window; copies that take no time move all."""
+    return rate if rate == float("inf") else rate * window_us
 
 
-def _staying_bytes(stage: Stage) -> int:
-    """Bytes of an activation that never leave."""
-    return stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)
+def prefix_hull(times_us: Floats, sizes: Floats) -> tuple[Floats, Floats]:
+    """Times and sizes of the pieces of the upper concave hull of the prefixes of an order."""
+    points = [(0.0, 0.0)]
+    for x, y in zip(np.cumsum(sizes).tolist(), np.cumsum(times_us).tolist(), strict=True):
+        if x == points[-1][0]:
+            points[-1] = (x, y)
+            # What has no size lifts the point itself, so that those before it may no longer be on the hull.
+        else:
+            points.append((x, y))
+        while len(points) > 2:
+            (x0, y0), (x1, y1), (x2, y2) = points[-3:]
+            if (y1 - y0) * (x2 - x1) > (y2 - y1) * (x1 - x0):
+                break
+            del points[-2]
+    bytes_, time = np.array(points).T
+    lift = [time[0]] if time[0] else []  # at no size
+    return np.append(lift, np.diff(time)), np.append([0.0] * len(lift), np.diff(bytes_))

@@ -2,7 +2,7 @@
 
 Before its first backward a device runs nothing but forwards, one after another. So where all of them take the same
 time, each op of the first microbatch begins after a whole number of them and the time that the device idled. The
-windows of `warmup_cooldown` use that for each device alone; here it is chained along the way of the first microbatch,
+windows of `warmup_cooldown` use that for each device alone; here it is chained along the path of the first microbatch,
 on which every device waits for what the next one rounds up.
 """
 
@@ -87,7 +87,7 @@ class _WarmUp:
         What does not fit has been offloaded by then, at the channel's rate.
         """
         whole_us: Floats = self.counts * np.float64(self.forward_us)
-        room, rate = self.windows.room_for_forwards, self.windows.moved_bytes("O", 1.0)
+        room, rate = self.windows.room_for_forwards, self.windows.out_rate
         if room == float("inf") or rate == float("inf"):
             return whole_us
         excess = self.counts * min(stage.activation_bytes for stage in self.windows.stages) - room
@@ -117,7 +117,7 @@ class _WarmUp:
 
 
 class _Chain:
-    """The way of the first microbatch: F of all stages and B of all back, numbered from 0 on, and the devices on it."""
+    """The path of the first microbatch: F of all stages and B of all back, numbered from 0, and the devices on it."""
 
     def __init__(self, problem: Problem) -> None:
         self.devices = [_WarmUp(windows) for windows in Windows.each(problem)]

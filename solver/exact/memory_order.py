@@ -70,7 +70,7 @@ def memory_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
     if not lower(problem).trained.all() or problem.has_free_order:
         return
     costs = UnitCosts.of(problem)
-    if problem.has_factors or problem.slice_count > 1:
+    if not problem.has_equal_microbatches:
         yield from _unit_precedences(costs)
         return
     sizes = costs.staying, costs.whole + costs.beside, costs.at_backward, costs.left
@@ -93,7 +93,7 @@ def memory_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
 
 
 def _unit_precedences(costs: UnitCosts) -> Iterator[tuple[Op, Op]]:
-    """Backwards, and W, that have ended when an F starts: the first of their order, until the others fit beside it."""
+    """Backwards, and W, that have ended when an F starts: the first of their order, until the others fit with it."""
     problem = costs.problem
     order, first = problem.units_in_order("B"), np.arange(problem.units) // problem.slice_count * problem.slice_count
     for numbers, budget in devices_with_budgets(problem):

@@ -149,7 +149,7 @@ def _projected_units(problem: Problem, kept: Sequence[int]) -> Problem:
     transfers take no time and F and B of a slice are longer than those of others in the same proportion.
     """
     boundaries = list(pairwise(kept))
-    least = {way: [_least_delays(problem, *pair, way) for pair in boundaries] for way in ("forward", "backward")}
+    least = {name: [_least_delays(problem, *pair, name) for pair in boundaries] for name in ("forward", "backward")}
     shapes: list[Sequence[Fraction]] = [[Fraction(1)] * problem.slice_count for _ in kept]
     stages = [problem.stages[s] for s in kept]
     if problem.slices is not None:
@@ -164,7 +164,9 @@ def _projected_units(problem: Problem, kept: Sequence[int]) -> Problem:
             transfer = [_rounded_down(share) for share in shape]
             stages[k] = stage.replaced(slice_factors=factors.replaced(transfer=transfer))
     delays = [
-        _transfer({way: _base(least[way][k], shapes[sender]) for way, sender in (("forward", k), ("backward", k + 1))})
+        _transfer(
+            {name: _base(least[name][k], shapes[sender]) for name, sender in (("forward", k), ("backward", k + 1))}
+        )
         for k in range(len(boundaries))
     ]
     own = problem.microbatch_factors
@@ -204,7 +206,7 @@ def _least_delays(problem: Problem, before: int, after: int, direction: str) -> 
 def _passing_us(problem: Problem, s: int, unit: int, direction: str) -> float:
     """The least time that an activation, or a gradient, takes to pass a stage; 0 if none does."""
     graph = lower(problem)
-    kind = "F" if direction == "forward" else "B" if graph.splits[s] else "BW"
+    kind = graph.kind_with("F" if direction == "forward" else "B", s).name
     return float(np.nan_to_num(graph.duration_us[graph.type_of(kind, s, 0, unit)]))
 
 

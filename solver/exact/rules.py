@@ -9,7 +9,7 @@ workspace, the same bytes freed at the end. Take a schedule in which B(s, i) end
 before W(s, i). Both B have ended before the earlier of the two W. Exchange the two W: each still follows its B, the
 device is busy at the same times, and at any time its memory is as before, since B's end leaves `backward_weight_bytes`
 of either and the W take and free the same. Copies are not touched, since they take place before B, and nothing else
-needs a W. Sorted this way, W of one stage are in the order of their B, which is that of their microbatches.
+needs a W. Sorted so, W of one stage are in the order of their B, which is that of their microbatches.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ def rule_edges(problem: Problem, index: Mapping[Op, int]) -> Iterator[Edge]:
     Zero Bubble, appendix G (F, B, W along the pipeline); OptPipe, section 4 (F, O, R, B of an activation that leaves).
     """
     delays_us = {direction: us.tolist() for direction, us in lower(problem).delays_us.items()}
-    earlier = {kind: units_before(problem, kind) for kind in {op.kind[0] for op in index}}
+    passes = set(problem.pass_names)
+    earlier = {kind: units_before(problem, kind) for kind in {op.kind[0] for op in index if op.kind not in passes}}
     for op, k in index.items():
         kind, s, i = op
         # Messages first: the order in which a model states its rows decides the path of its solver.
@@ -204,9 +205,28 @@ def rule_edges(problem: Problem, index: Mapping[Op, int]) -> Iterator[Edge]:
             if not need.slice and before in index:
                 delay = delays_us[need.direction][min(s, before.stage)][i] if need.direction else 0.0
                 yield Edge(index[before], k, delay)
-        before_unit = earlier[kind[0]].get(i)
+        before_unit = earlier["F" if kind in passes else kind[0]].get(i)
         if before_unit is not None:
             yield Edge(index[Op(kind, s, before_unit)], k, 0.0)
+    yield from _spread_edges(problem, index)
+
+
+def _spread_edges(problem: Problem, index: Mapping[Op, int]) -> Iterator[Edge]:
+    """Edges to spread passes and gated ops; a barrier is an edge from the pass on each device."""
+    graph = lower(problem)
+    waiting = [(one.name, d, d, one.after) for one in graph.passes for d in one.devices]
+    waiting += [(kind, s, int(graph.device[s]), lags) for (kind, s), lags in graph.gates.items()]
+    for kind, place, device, lags in waiting:
+        for lag in lags:
+            if lag.spread is not None:
+                one = graph.passes[lag.spread]
+                befores = [(one.name, d) for d in one.devices]
+            else:
+                befores = [(lag.duty, lag.stage)]
+            own = lag.spread is None and device == graph.device[lag.stage]
+            for (before, at), i in product(befores, range(problem.units)):
+                if Op(kind, place, i) in index:  # a stage may have gates of copies that it never makes
+                    yield Edge(index[Op(before, at, i)], index[Op(kind, place, i)], 0.0 if own else float(lag.us[i]))
 
 
 def microbatches_in_order(problem: Problem) -> Sequence[Sequence[int]]:

@@ -203,8 +203,8 @@ class Dolls:
             k = ran[i]
             ran[i] += 1
             s = k if k < stages else 2 * stages - 1 - k
-            backward = "B" if self.graph.splits[s] else "BW"
-            op, d = Op("F" if k < stages else backward, s, i), int(self.graph.device[s])
+            op = Op(self.graph.kind_with("F" if k < stages else "B", s).name, s, i)
+            d = int(self.graph.device[s])
             run_weights(d, start)
             free[d] = start + int(self.tables.length[k])
             planned[op] = start, free[d]

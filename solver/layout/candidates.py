@@ -6,7 +6,7 @@ time left when it begins: an overrun shortens the slices after it, and the searc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -17,8 +17,9 @@ from optpipe.partition import Batching, Partition, build_problem, name_with_cut,
 from optpipe.placement import DEFAULT_PLACEMENTS, parse_placement, placement, placement_name
 from optpipe.problem import Objective, Problem
 from optpipe.sequences import SliceBy, model_times_us, require_attention, slice_lengths
+from optpipe.units import budget_text, bytes_text
 from solver.layout.cut_bounds import CutBounds
-from solver.layout.cuts import CutSearch, Sizes, even_sizes
+from solver.layout.cuts import CutSearch, Sizes, even_cut
 from solver.layout.quick_rating import QuickRating
 from solver.limits import Limits
 from solver.serial import impossible_budgets
@@ -32,6 +33,8 @@ class Search:
     of slices of a sequence, which is cut by equal compute or equal length (`slice_by`). `factors` are those of the
     microbatches of a step in which lengths differ, in a free order: then `microbatch_sizes` is the profile's alone, and
     `global_batch` that times their number. `documents`: how many sequences they have (None: `global_batch`).
+    `vocabulary`: places of the last layer that are tried: in the last stage with others (`last`), alone in it (`own`),
+    or its rows on all devices (`spread`).
     """
 
     devices: int
@@ -45,16 +48,19 @@ class Search:
     slice_by: SliceBy = "compute"
     factors: Sequence[Mapping[str, float]] = ()
     documents: int | None = None
+    vocabulary: Collection[str] = ("last", "own")
 
 
 @dataclass(frozen=True)
 class Candidate:
     """Layout with its problem, or why it has none. `cut` is `even`, `searched`, `searched-2` (the next best) and so on.
 
-    `sequences` is their number in one training step. `slices`: tokens of each slice of a sequence; empty: whole.
-    `rating` is known where the cut was rated. No schedule of any cut of `choice` is shorter than `every_cut_us`.
+    `profile` has the layers that were cut. `sequences` is their number in one training step. `slices`: tokens of each
+    slice of a sequence; empty: whole. `rating` is known where the cut was rated. No schedule of any cut of `choice` is
+    shorter than `every_cut_us`.
     """
 
+    profile: LayerProfile
     placement: str
     cut: str
     layout: Partition | None
@@ -70,14 +76,22 @@ class Candidate:
     @property
     def choice(self) -> tuple[object, ...]:
         """All choices other than the cut."""
-        return self.placement, self.batching, tuple(self.slices), self.offload
+        return self.placement, self.batching, tuple(self.slices), self.offload, self.profile.spread is not None
+
+    @property
+    def vocabulary(self) -> str:
+        """Place of the last layer: `last` of several in the last stage, on its `own` there, or `spread`."""
+        if self.profile.spread is not None:
+            return "spread"
+        return "own" if self.layout is not None and self.layout.sizes[-1] == 1 else "last"
 
     @property
     def name(self) -> str:
         """Short name for one line of output."""
         offload = ", offload" if self.offload else ""
         slices = f", {len(self.slices)} slices" if self.slices else ""
-        return f"{self.placement}, {self.cut} cut, microbatch {self.batching.microbatch_size}{slices}{offload}"
+        head = ", spread head" if self.profile.spread else ""
+        return f"{self.placement}, {self.cut} cut, microbatch {self.batching.microbatch_size}{slices}{offload}{head}"
 
 
 def candidates(profile: LayerProfile, search: Search, limits: Limits | None = None) -> Iterator[Candidate]:
@@ -90,10 +104,18 @@ def candidates(profile: LayerProfile, search: Search, limits: Limits | None = No
     limits = limits or Limits(inf)
     may_offload = profile.copies is not None and any(layer.offload_bytes for layer in profile.layers)
     offloads = tuple(dict.fromkeys(offload and may_offload for offload in search.offload))
-    choices = list(product(search.placements, search.microbatch_sizes, _slicings(profile, search), offloads))
+    profiles = [profile] if {*search.vocabulary} - {"spread"} else []
+    if "spread" in search.vocabulary:
+        profiles.append(profile.with_spread_head(search.devices))
+    choices = [
+        (own, *choice)
+        for own in profiles
+        for choice in product(search.placements, search.microbatch_sizes, _slicings(profile, search), offloads)
+        if not (own.spread and choice[2])  # passes are of whole microbatches
+    ]
     layouts = [
-        _Layout(profile, replace(search, placements=[name], microbatch_sizes=[size], offload=[offload]), slices, limits)
-        for name, size, slices, offload in choices
+        _Layout(own, replace(search, placements=[name], microbatch_sizes=[size], offload=[offload]), slices, limits)
+        for own, name, size, slices, offload in choices
     ]
     for number, layout in enumerate(layouts):
         if number and late(limits, LAST_SHARE):
@@ -139,6 +161,7 @@ class _Layout:
             recomputes=bool(search.modes),
             objective=search.objective,
             parts=max(1, len(slices)),
+            alone=_alone(search.vocabulary) if profile.spread is None else None,
         )
         self.cuts = CutSearch(bounds, self._build, limits, alike=not slices and not search.factors)
 
@@ -149,8 +172,9 @@ class _Layout:
 
     def candidates(self) -> Iterator[Candidate]:
         """The even cut and the best ones rated."""
-        search, count, stages = self._search, len(self._profile.each_layer), len(self._places)
+        search = self._search
         even = Candidate(
+            self._profile,
             placement_name(self._kind, self._chunks),
             "even",
             None,
@@ -160,12 +184,12 @@ class _Layout:
             search.global_batch if search.documents is None else search.documents,
             slices=self._slices,
         )
-        if count < stages:
-            yield replace(even, why_not=f"{count} layers are too few for its stages")
+        if not self.cuts.bounds.has_cuts:
+            yield replace(even, why_not=f"{len(self._profile.each_layer)} layers are too few for its stages")
             return
         found = self.cuts.found
-        even_cut = even_sizes(count, stages)
-        cuts = {even_cut: "even"} | {sizes: "" for sizes in found.rated if sizes != even_cut}
+        even_sizes = even_cut(self.cuts.bounds)
+        cuts = {even_sizes: "even"} | {sizes: "" for sizes in found.rated if sizes != even_sizes}
         for number, (sizes, cut) in enumerate(cuts.items()):
             layout, rating = Partition(sizes, self._places), found.rated.get(sizes)
             problem = rating.problem if rating else self._build(sizes)
@@ -188,10 +212,15 @@ class _Layout:
             offload=search.offload[0],
             modes=search.modes,
             objective=search.objective,
-            name=name_with_cut(self._profile.name, layout),
+            name=name_with_cut(self._profile, layout),
             slices=self._slices,
             factors=search.factors,
         )
+
+
+def _alone(vocabulary: Collection[str]) -> bool | None:
+    """True if the last layer has a stage of its own; None: either."""
+    return None if {"last", "own"} <= {*vocabulary} else "own" in vocabulary
 
 
 def why_unfit(profile: LayerProfile, layout: Partition, problem: Problem | None) -> str:
@@ -202,11 +231,11 @@ def why_unfit(profile: LayerProfile, layout: Partition, problem: Problem | None)
     held, most = parameter_bytes(profile, layout), profile.memory_bytes
     if problem is None:
         device = max(range(len(held)), key=held.__getitem__)
-        return f"parameters alone take {held[device]:,} of {most:,} bytes on device {device}"
+        return f"on device {device} parameters alone take {budget_text(held[device], most)}"
     for device, needed, _ in impossible_budgets(problem):
         return (
-            f"device {device} needs {held[device] + needed:,} of {most:,} bytes: parameters {held[device]:,}, "
-            f"one microbatch {needed:,}"
+            f"device {device} needs {budget_text(held[device] + needed, most)}: "
+            f"parameters {bytes_text(held[device])}, one microbatch {bytes_text(needed)}"
         )
     return ""
 
@@ -246,13 +275,18 @@ def late(limits: Limits, share: float) -> bool:
     return limits.cancel.requested or limits.seconds > share * limits.time_limit_s
 
 
+def seconds_of_round(limits: Limits, share: float) -> float:
+    """Seconds of a round that has a share of the time left, without what the end of a ranking needs."""
+    reserve_s = min(MOST_RESERVE_S, RESERVE * limits.time_limit_s)
+    return share * (limits.time_limit_s - reserve_s - limits.seconds)
+
+
 class TimeSlices:
     """Slices of one round for `count` solves on `cores` cores; the round has a share of the time left. Thread-safe."""
 
     def __init__(self, limits: Limits, share: float, count: int, cores: int) -> None:
         self._limits = limits
-        reserve_s = min(MOST_RESERVE_S, RESERVE * limits.time_limit_s)
-        self._end_s = limits.seconds + share * (limits.time_limit_s - reserve_s - limits.seconds)
+        self._end_s = limits.seconds + seconds_of_round(limits, share)
         self._waiting = count
         self._cores = cores
         self._lock = Lock()

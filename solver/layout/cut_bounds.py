@@ -55,6 +55,7 @@ class CutBounds:
     A cut is the numbers of layers before each stage, and all of them: ``0 < ... < layers``. `scale` is the microbatch
     size relative to the profile's, of which there are `microbatches`; with `parts` each is cut into as many equal
     slices. Activations that may leave or be made anew (`offload`, `recomputes`) count with what stays for certain.
+    `alone`: whether the last layer has a stage of its own; None: either.
     """
 
     def __init__(
@@ -68,10 +69,17 @@ class CutBounds:
         recomputes: bool = False,
         objective: Objective = "makespan",
         parts: int = 1,
+        alone: bool | None = None,
     ) -> None:
-        layers = profile.each_layer
+        layers, head = profile.each_layer, profile.spread
         self.layers, self.stages, self.units = len(layers), len(placement), microbatches * parts
-        self._scale, self._memory, self._objective = scale, profile.memory_bytes, objective
+        self.alone = alone
+        self._memory, self._objective = profile.memory_bytes, objective
+        if head is not None and self._memory is not None:
+            self._memory -= head.parameter_bytes
+        self._passes_us = 0.0
+        if head is not None:
+            self._passes_us = self.units * sum(scaled_us(head, us, scale) for us in (head.logits_us, head.weights_us))
         self._first_weight_us = scaled_us(layers[0], layers[0].backward_weight_us, scale) / parts
 
         def sums(cost: Callable[[Layer], float]) -> Floats:
@@ -112,6 +120,11 @@ class CutBounds:
         self._apart = places[1:] != places[:-1]
         self._stages_of = np.array([np.flatnonzero(places == d) for d in range(places.max() + 1)])
         self.placement = tuple(placement)
+
+    @property
+    def has_cuts(self) -> bool:
+        """True if the layers are enough for the stages."""
+        return self.layers >= self.stages + (self.alone is False)
 
     @property
     def devices(self) -> int:
@@ -158,6 +171,8 @@ class CutBounds:
         )
         chain_us = (forward + backward + 2 * delay).sum(axis=1) + weight[:, 0]
         bounds_us[:, 0] = np.maximum(bounds_us[:, 0], chain_us)
+        if self.alone is not None:
+            bounds_us[(cuts[:, -1] - cuts[:, -2] == 1) != self.alone] = inf
         return bounds_us
 
     def least(self) -> tuple[float, Ints] | None:
@@ -167,7 +182,7 @@ class CutBounds:
         other boundaries, which count with the shortest. So the least maximum is found stage by stage.
         """
         count, stages = self.layers, self.stages
-        if stages != self.devices or stages * count**2 > MOST_TABLE or count < stages:
+        if stages != self.devices or stages * count**2 > MOST_TABLE or not self.has_cuts:
             return None
         begin, end = np.meshgrid(np.arange(count), np.arange(1, count + 1), indexing="ij")
         delay_us = float(self._delay_us[1:-1].min()) if count > 1 else 0.0
@@ -188,7 +203,8 @@ class CutBounds:
         """A bound on every schedule of every cut: mean work of a device, longest layer, one microbatch alone."""
         work = self.work_before()
         one_us = self._times_us[0][-1] + self._times_us[1][-1] + self._first_weight_us
-        return float(max(self.units * work[-1] / self.devices, self.units * np.diff(work).max(), one_us))
+        busiest_us = self.units * max(work[-1] / self.devices, np.diff(work).max()) + self._passes_us
+        return float(max(busiest_us, one_us))
 
     def _table_us(self, s: int, begin: Ints, end: Ints, delay_us: float) -> Floats:
         """Bounds of stage s for each begin and end of its layers; infinite where these are no stage."""
@@ -217,6 +233,8 @@ class CutBounds:
         possible = (begin >= s) & (end > begin) & (end <= count - (stages - 1 - s))
         possible &= (begin == 0) if s == 0 else (begin > 0)
         possible &= (end == count) if s == stages - 1 else (end < count)
+        if s == stages - 1 and self.alone is not None:
+            possible &= (end - begin == 1) == self.alone
         return np.where(possible, bounds_us, inf)
 
     def _device_us(self, one: _Stages) -> Floats:
@@ -244,7 +262,8 @@ class CutBounds:
                 area_us = np.maximum(area_us, rounds_us)
         idle_us = np.maximum(0, one.warm_up_us - fit_us)
         backwards_us = m * one.backward_us.sum(axis=-1)
-        span_us = np.maximum(forwards_us + backwards_us + weights_us + idle_us, area_us)
+        work_us = forwards_us + backwards_us + weights_us
+        span_us = np.maximum(work_us + np.maximum(idle_us, self._passes_us), area_us)  # passes may fill the idle time
         before_us = np.maximum(0, weights_us - low_weight - late_us)
         to_last_us = forwards_us + backwards_us + idle_us + before_us
         through_us = one.head_us + to_last_us + one.tail_us + self._first_weight_us

@@ -75,6 +75,16 @@ def even_sizes(layers: int, stages: int) -> Sizes:
     return tuple(size + (s < remainder) for s in range(stages))
 
 
+def even_cut(bounds: CutBounds) -> Sizes:
+    """The even cut of layers of which the last may have to be in a stage of its own, or must not be."""
+    layers, stages = bounds.layers, bounds.stages
+    sizes = even_sizes(layers, stages)
+    if bounds.alone is None or (sizes[-1] == 1) == bounds.alone:
+        return sizes
+    last = 1 if bounds.alone else 2
+    return *even_sizes(layers - last, stages - 1), last
+
+
 @dataclass(frozen=True)
 class FoundCuts:
     """The best cuts with their ratings, the best first, and a bound on every schedule of every cut."""
@@ -140,7 +150,7 @@ class CutSearch:
 
     def begin(self) -> None:
         """Rate one good cut by one quick schedule of each kind; the count of what is looked at ends it, not time."""
-        if self.bounds.layers < self.bounds.stages:
+        if not self.bounds.has_cuts:
             self.least_us = inf
         elif not self.limits.cancel.requested:
             tables = self.bounds.least()
@@ -288,24 +298,27 @@ def _with_ends(inner: Ints, layers: int) -> Ints:
 
 def _starts(bounds: CutBounds) -> list[Ints]:
     """Cuts by even numbers of layers, by even work, by even parameters, and between these."""
-    layers, stages = bounds.layers, bounds.stages
+    apart = bounds.alone is True  # the last stage is no choice
+    layers, stages = bounds.layers - apart, bounds.stages - apart
     even = np.arange(layers + 1) / layers
     work, parameters = (
-        before / before[-1] if before[-1] else even for before in (bounds.work_before(), bounds.parameters_before())
+        before[: layers + 1] / before[layers] if before[layers] else even
+        for before in (bounds.work_before(), bounds.parameters_before())
     )
-    starts = [np.array(_cut(even_sizes(layers, stages)))]
+    starts = [np.array(_cut(even_cut(bounds)))]
     for before in (work, (work + parameters) / 2, parameters):
         inner = np.searchsorted(before, np.arange(1, stages) / stages)
-        starts.append(_repaired(inner, layers))
+        cut = _repaired(inner, layers, 2 if bounds.alone is False else 1)
+        starts.append(np.append(cut, bounds.layers) if apart else cut)
     return starts
 
 
-def _repaired(inner: Ints, layers: int) -> Ints:
-    """A cut whose boundaries are near these, with a layer in each stage."""
+def _repaired(inner: Ints, layers: int, least_last: int) -> Ints:
+    """A cut whose boundaries are near these, with a layer in each stage, and at least so many in the last."""
     stages = len(inner) + 1
     steps = np.arange(1, stages)
     inner = np.maximum.accumulate(np.maximum(inner, 1) - steps) + steps
-    inner = np.minimum(inner, layers - stages + steps)
+    inner = np.minimum(inner, layers - least_last + 1 - stages + steps)
     return np.array([0, *inner, layers])
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -16,8 +17,9 @@ from optpipe.cluster.layers import strategy_layers, strategy_partition
 from optpipe.cluster.machine import Machine
 from optpipe.cluster.memory import Held, MemoryModel
 from optpipe.cluster.model import Model
+from optpipe.cluster.rules import Rules
 from optpipe.cluster.software import Software
-from optpipe.cluster.strategy import Strategy, require_legal
+from optpipe.cluster.strategy import Precision, Strategy
 from optpipe.errors import InfeasibleError, InputError, Issue, MethodError, NoSolutionError
 from optpipe.memory import planned_memory
 from optpipe.partition import Batching, build_problem
@@ -69,18 +71,32 @@ class Job:
     software: Software
     software_name: str = ""
 
-    def check(self, strategy: Strategy) -> None:
-        """Raise InputError if a strategy breaks a rule."""
-        node = self.machine.facts.gpus_per_node
-        require_legal(strategy, self.model, strategy.gpus, node, self.sequence, self.global_batch)
+    def rules(self, gpus: int) -> Rules:
+        """Rules of strategies on so many GPUs."""
+        if gpus not in self._rules:
+            node = self.machine.facts.gpus_per_node
+            self._rules[gpus] = Rules(self.model, gpus, node, self.sequence, self.global_batch)
+        return self._rules[gpus]
+
+    @cached_property
+    def _rules(self) -> dict[int, Rules]:
+        return {}
 
     def is_legal(self, strategy: Strategy) -> bool:
         """True if a strategy breaks no rule."""
-        try:
-            self.check(strategy)
-        except InputError:
-            return False
-        return True
+        return next(self.rules(strategy.gpus).faults(strategy), None) is None
+
+    def require_rates(self, precisions: Iterable[Precision], *, offload: bool = False) -> None:
+        """Raise InputError for a precision without a peak in the machine's facts, or copies without a rate."""
+        name, facts = self.machine.name, self.machine.facts
+        for precision in precisions:
+            if getattr(facts, f"operations_{precision}_per_s") is None:
+                known = [one for one in get_args(Precision) if getattr(facts, f"operations_{one}_per_s") is not None]
+                detail = f"is {precision} but operations_{precision}_per_s of {name} is not known."
+                raise InputError([Issue("precision", "no_rate", f"{detail} Maybe {' or '.join(known)}.")])
+        if offload and not facts.host_rate:
+            detail = f"is yes but host_bytes_per_s of {name} is not known. Maybe add it to the machine's facts."
+            raise InputError([Issue("offload", "no_rate", detail)])
 
     @cached_property
     def _models(self) -> CostModels:
@@ -97,7 +113,24 @@ class Job:
     def seconds(self, strategy: Strategy) -> float:
         """Predicted seconds of a step by the closed form of its schedule."""
         slowdowns = self.slowdowns(strategy)
-        return float(self.costs(strategy).step(self.global_batch, slowdowns) @ slowdowns)
+        return float(self.costs(strategy).step(self.global_batch, slowdowns) @ slowdowns) + self.copies_s(strategy)
+
+    def copies_s(self, strategy: Strategy) -> float:
+        """Seconds of a step that wait for activations to reach the host and to come back.
+
+        Between two F of a device, F and backward of a microbatch hide what leaves, and as much comes back. In the
+        warm-up only F follows F, and in the cool-down a backward a backward.
+        """
+        if strategy.offload == "no":
+            return 0.0
+        m = strategy.microbatches(self.global_batch)
+        memory = MemoryModel(self.model, strategy, self.sequence, m, self.software)
+        copy_s = memory.activations() / self.machine.facts.host_rate
+        passes = self.costs(strategy).devices() @ self.slowdowns(strategy)
+        in_flight = np.array([memory.in_flight(device) for device in range(strategy.pipeline)])
+        forward_s, total_s = passes[:, 0], passes.sum(1)
+        ends = np.maximum(0, copy_s - forward_s) + np.maximum(0, copy_s - (total_s - forward_s))
+        return float((m * np.maximum(0, copy_s - total_s) + in_flight * ends).max())
 
     def error(self, strategy: Strategy) -> float | None:
         """Median error of predictions on the machine; None where nothing was measured on it."""
@@ -120,7 +153,8 @@ class Job:
         if not budgets:
             layers = layers.model_copy(update={"memory_bytes": None})
         batching = Batching(strategy.microbatch_size, strategy.microbatches(self.global_batch))
-        return build_problem(layers, strategy_partition(self.model, strategy), batching)
+        leaves = strategy.offload == "yes"
+        return build_problem(layers, strategy_partition(self.model, strategy), batching, offload=leaves)
 
 
 def ranks_of(job: Job, strategy: Strategy, schedule: str | Path) -> list[Rank]:
@@ -158,10 +192,13 @@ def ranks_of(job: Job, strategy: Strategy, schedule: str | Path) -> list[Rank]:
 def published_schedule(job: Job, strategy: Strategy, max_ops: float = inf) -> Schedule:
     """The strategy's schedule within the memory that is left, if it keeps that: some take what there is. Else without.
 
+    Where activations leave, that is AdaOffload's.
+
     Raises InputError where it has more than `max_ops`, before anything is built; MethodError where it is for another
     pipeline.
     """
-    method, ops = strategy.schedule, 3 * strategy.stages * strategy.microbatches(job.global_batch)
+    method = "ada-offload" if strategy.offload == "yes" else strategy.schedule
+    ops = 3 * strategy.stages * strategy.microbatches(job.global_batch)
     if ops > max_ops:
         detail = f"has {ops:,} ops, and at most {max_ops:,} are drawn (max_ops). Maybe take a larger microbatch size."
         raise InputError([Issue("strategy", "too_many_ops", detail)])
@@ -200,6 +237,10 @@ def _changes(one: Strategy) -> Iterator[tuple[str, Strategy]]:
     """All strategies that differ from this one in one choice, with as many GPUs."""
     if one.recompute != "full":
         yield "--recompute full", replace(one, recompute="full")
+    for place in ("last", "own"):
+        if place != one.vocabulary and one.pipeline > 1:
+            order = "1f1b" if one.vocabulary == "spread" else one.schedule
+            yield f"--vocabulary {place}", replace(one, vocabulary=place, schedule=order)
     for sharding in ("optimizer", "fsdp"):
         if sharding != one.sharding and not (sharding == "fsdp" and one.pipeline > 1):
             yield f"--sharding {sharding}", replace(one, sharding=sharding)

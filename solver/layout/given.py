@@ -27,9 +27,9 @@ def given_candidates(profile: LayerProfile, search: Search, layout: Partition, c
                 offload=offload,
                 modes=search.modes,
                 objective=search.objective,
-                name=name_with_cut(profile.name, layout),
+                name=name_with_cut(profile, layout),
                 factors=search.factors,
             )
             reason = why_unfit(profile, layout, problem)
             sequences = search.global_batch if search.documents is None else search.documents
-            yield Candidate(where, cut, layout, batching, offload, problem, sequences, reason)
+            yield Candidate(profile, where, cut, layout, batching, offload, problem, sequences, reason)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from math import lcm
 
 from optpipe.cluster.strategy import Strategy
+from optpipe.errors import InputError, Issue
 from solver.layout.fitting import Job
-from solver.layout.strategies import CONTEXTS, FIELDS, MICROBATCH_SIZES, Fixed, families, variants
+from solver.layout.strategies import (
+    CLOSED_FORMS,
+    CONTEXTS,
+    FIELDS,
+    MICROBATCH_SIZES,
+    Fixed,
+    families,
+    require_blocks,
+    require_stages,
+    variants,
+)
 
 MOST_LISTED = 12
 """Most legal values of an option that are listed."""
@@ -18,6 +30,34 @@ def legal_instead(job: Job, gpus: int, fixed: Fixed) -> str:
     """Advice with other values: of the batch and the sequence, of options, or of the GPUs; empty if none helps."""
     advice = [_other_options(job, gpus, fixed), _other_job(job, gpus, fixed), _other_gpus(job, gpus, fixed)]
     return f"Maybe {', or '.join(filter(None, advice))}." if any(advice) else ""
+
+
+def broken_rule(job: Job, gpus: int, fixed: Fixed) -> str:
+    """The first rule that the first of all fixed values break, the others being 1 or 2; empty if they break none."""
+    values = {FIELDS[name]: next(iter(fixed[name])) for name in FIELDS if name in fixed}
+    if "vpp" not in fixed and "schedule" in fixed:
+        values["virtual"] = CLOSED_FORMS[values["schedule"]][0]
+    free = [name for name in ("tp", "cp", "pp", "ep") if name not in fixed]
+    found: list[tuple[list[Issue], Sequence[Issue]]] = []
+    for degrees in product((1, 2), repeat=len(free)):
+        one = Strategy(**values | {FIELDS[name]: degree for name, degree in zip(free, degrees, strict=True)})
+        if "dp" not in fixed:
+            one = replace(one, data=max(1, gpus // one.gpus_of_replica))
+        found.append(([*job.rules(gpus).faults(one)], _faults_of_schedule(job, one, fixed)))
+    faults, of_schedule = min(found, key=lambda both: (len(both[0]), len(both[1])))
+    fault = next(iter(faults or of_schedule), None)
+    return "" if fault is None else f": {fault.pointer} {fault.detail.split(' Maybe ')[0].rstrip('.')}"
+
+
+def _faults_of_schedule(job: Job, one: Strategy, fixed: Fixed) -> Sequence[Issue]:
+    if "schedule" not in fixed:
+        return []
+    try:
+        require_stages(one)
+        require_blocks(one, one.microbatches(job.global_batch))
+    except InputError as error:
+        return error.issues
+    return []
 
 
 def _legal(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from optpipe.errors import OptPipeError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, relative_gap, schedule_text
+from optpipe.units import bytes_text
 from solver.layout.request import PlanRequest
 from solver.layout.strategies import AXES
 from solver.limits import Limits
@@ -148,7 +149,7 @@ class _Planning(Watch):
 
     def _why_nothing(self, limit: Limit | None) -> OptPipeError:
         if limit == "memory":
-            held = f"{self.memory_limit_bytes:,} bytes" if self.memory_limit_bytes else "all memory"
+            held = bytes_text(self.memory_limit_bytes) if self.memory_limit_bytes else "all memory"
             return OptPipeError(f"no strategy was found to fit before the planner held {held}. Maybe fix more options.")
         if self.document is None:
             return OptPipeError(f"no strategy was rated in {self.limits.seconds:.1f} s. Maybe allow more time.")

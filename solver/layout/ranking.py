@@ -18,8 +18,17 @@ from optpipe.errors import DeadlockError, InfeasibleError, MethodError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
-from solver.build import within_budgets
-from solver.layout.candidates import PUBLISHED_SHARE, RATING_SHARE, Candidate, TimeSlices, late
+from solver.build import snapped_bound, within_budgets
+from solver.layout.candidates import (
+    LAST_SHARE,
+    LEAST_S,
+    PUBLISHED_SHARE,
+    RATING_SHARE,
+    Candidate,
+    TimeSlices,
+    late,
+    seconds_of_round,
+)
 from solver.layout.quick_rating import QuickRating
 from solver.layout.why import End, at_least_slower
 from solver.limits import Limits, until_interrupted
@@ -42,7 +51,10 @@ ANNEALED = 0.05
 """Work of the annealing of one candidate: 0.2 seconds of one core."""
 
 GOOD_S = 5.0
-"""Slice below which fewer candidates are solved, the most promising ones."""
+"""Slice below which fewer candidates are solved, the most promising ones; of small problems LEAST_S is enough."""
+
+GOOD_OPS = 1000
+"""Ops from which a problem needs all of GOOD_S."""
 
 
 NO_TIME = "there was no time to look at it"
@@ -127,7 +139,7 @@ def _with_end(one: Judged, best: Judged) -> Judged:
     if one is not best and one.bound_us >= best.value_us:
         return replace(one, end="beaten", why_not=at_least_slower(one.bound_us, best.value_us))
     if one.value_us < inf:
-        return replace(one, end="solved")
+        return replace(one, end="solved", bound_us=snapped_bound(one.value_us, one.bound_us))
     return replace(one, why_not=one.why_not or "nothing found that keeps the budgets")
 
 
@@ -141,7 +153,7 @@ def _rate(candidate: Candidate, limits: Limits) -> Judged:
             every_cut_us = candidate.every_cut_us if candidate.every_cut_us < inf else 0.0
             return Judged(candidate, None, every_cut_us, NO_TIME)
         rating = QuickRating.of(problem, limits.cancel)
-    rated = Judged(candidate, None, rating.bound_us, rated_us=rating.value_us if rating.lists.achieved else inf)
+    rated = Judged(candidate, None, rating.bound_us, rated_us=rating.value_us if rating.achieved else inf)
     if late(limits, RATING_SHARE):
         return replace(rated, candidate=replace(candidate, rating=rating))
     rating.bound_in_full()
@@ -189,12 +201,14 @@ def _judged(candidate: Candidate, best: Solution) -> Judged:
 def _with_published(judged: Sequence[Judged], limits: Limits, on_judged: OnJudged) -> list[Judged]:
     """Make the published schedules of those that may win and anneal the best, as long as there is time.
 
-    The most promising come first.
+    The most promising come first. On a busy machine small ones have more of it: a child that solves one of these takes
+    longer to start.
     """
     result = sorted(judged, key=_promise)
     for k, one in enumerate(result):
         best_us = min(other.value_us for other in result)
-        if late(limits, RATING_SHARE):
+        small = one.candidate.problem is not None and count_ops(one.candidate.problem) < GOOD_OPS
+        if late(limits, LAST_SHARE if small and k < FIRST_ROUND else RATING_SHARE):
             break
         if not _may_win(one, best_us):
             continue
@@ -216,8 +230,10 @@ def _with_published(judged: Sequence[Judged], limits: Limits, on_judged: OnJudge
 
 def _anneal(problem: Problem, shared: SharedIncumbent) -> None:
     """Anneal the best schedule for a moment, which takes several percent off those of small problems."""
-    if shared.best.orders is None or shared.stop.requested or count_ops(problem) > LARGE_OPS or problem.overlaps:
-        return  # annealing knows no blocks
+    if shared.best.orders is None or shared.stop.requested or count_ops(problem) > LARGE_OPS:
+        return
+    if problem.overlaps and (problem.has_modes or problem.spread or problem.gates):
+        return  # these with blocks are in no table of annealing
     if costs_have_codes(problem):
         limits = replace(shared.limits, workers=1, deterministic_limit=ANNEALED, cancel=shared.stop)
         shared.offer(replace(SEARCHES["search"](problem, limits, shared.best, lambda _: None), method="search"))
@@ -240,14 +256,17 @@ def _may_win(one: Judged, best_us: float) -> bool:
 def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, on_judged: OnJudged) -> list[Judged]:
     """Solve the `count` most promising candidates that may still win, in parallel, and sort all again.
 
-    Where only one may win it has all the time left.
+    Where only one may win it has all the time left. But in the last round, those among the first `FIRST_ROUND` that the
+    time of no round has sufficed for come first: a second solve of a small problem gains less than its first one.
     """
     ordered = sorted(judged, key=_by_value)
     best_us = min((one.value_us for one in ordered), default=inf)
     promising = sorted((one for one in ordered if _may_win(one, best_us)), key=_promise)
     if len(promising) == 1:
         share = 1.0  # no round after this one needs time
-    in_time = limits.workers * share * limits.time_left_s // GOOD_S
+    if count > 1:
+        promising = sorted(promising[: max(count, FIRST_ROUND)], key=lambda one: one.solved)
+    in_time = limits.workers * (seconds_of_round(limits, share) // _good_s(promising))
     chosen = promising[: max(1, int(min(in_time, count)))]
     cores = max(1, min(limits.workers, len(chosen)))
     slices = TimeSlices(limits, share, len(chosen), cores)
@@ -265,6 +284,16 @@ def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, o
     with ThreadPoolExecutor(cores) as pool:
         results = dict(zip(map(id, chosen), pool.map(improved, chosen), strict=True))
     return sorted((results.get(id(one), one) for one in ordered), key=_by_value)
+
+
+def _good_s(candidates: Sequence[Judged]) -> float:
+    """Seconds that a solve of the largest candidate should have.
+
+    Where memory is tight, quick schedules of small problems may be far from what a search finds at once.
+    """
+    problems = [one.candidate.problem for one in candidates if one.candidate.problem is not None]
+    ops = max(map(count_ops, problems), default=0)
+    return max(LEAST_S, GOOD_S * min(1.0, ops / GOOD_OPS))
 
 
 def _solved(one: Judged, limits: Limits) -> Judged:

@@ -13,11 +13,12 @@ from pydantic import Discriminator, Field, StrictInt, Tag
 
 from optpipe.cluster.machine import Machine, known_names, named_machines
 from optpipe.cluster.model import named_models, read_model
+from optpipe.cluster.rules import MOST_DEGREE
 from optpipe.cluster.software import software_of
 from optpipe.document import UNION_TAG, Document
 from optpipe.errors import InputError, Issue, shown
 from solver.layout.fitting import Job
-from solver.layout.strategies import FIELDS, MOST_DEGREE, Fixed, check_values
+from solver.layout.strategies import FIELDS, Fixed, check_values
 
 MOST_VALUES = 100
 """Most values of an option that are allowed."""

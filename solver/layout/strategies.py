@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from optpipe.cluster.costs import INDEX, Work, work
 from optpipe.cluster.memory import GIB
-from optpipe.cluster.strategy import Overlap, Precision, Recompute, Sharding, Strategy
+from optpipe.cluster.rules import DEGREES, MOST_DEGREE
+from optpipe.cluster.strategy import Offload, Overlap, Precision, Recompute, Sharding, Strategy, Vocabulary
 from optpipe.errors import InputError, Issue, shown
 from solver.layout.fitting import Job
 from solver.layout.why import End, at_least_slower, read_pairs
@@ -36,27 +37,29 @@ CLOSED_FORMS: Mapping[str, Sequence[int]] = {
     "v-half": (2,),
     "v-min": (2,),
     "dualpipe-v": (2,),
+    "vocab-2": (1,),
 }
 """Published schedules that are rated without being simulated, with the numbers of stages on a device that they take."""
 
 WITH_BLOCKS = ("1f1b", "interleaved-1f1b", "dualpipe-v")
 """Those that trainers run with blocks: 1F1B on a pipeline of one device alone."""
 
-AXES = ("tp", "cp", "ep", "etp", "dp", "pp", "vpp", "microbatch_size")
+WITH_PASSES = "vocab-2"
+"""The one with the output layer's rows on all devices."""
+
+VOCABULARY: tuple[Vocabulary, ...] = ("last", "own")
+"""Places of the output layer that are tried by default: no trainer but ours runs spread passes."""
+
+LEAST_OWN = 0.5
+"""Length of the output layer, over the mean of all other stages, from which it is tried as a stage of its own."""
+
+Objective = Literal["time", "memory"]
+"""Quantity that the strategy to take has least of: seconds of a step, or bytes on its fullest rank."""
+
+AXES = tuple(DEGREES)
 FIELDS: Mapping[str, str] = {
-    "tp": "tensor",
-    "cp": "context",
-    "ep": "expert",
-    "etp": "expert_tensor",
-    "dp": "data",
-    "pp": "pipeline",
-    "vpp": "virtual",
-    "microbatch_size": "microbatch_size",
-    "sharding": "sharding",
-    "recompute": "recompute",
-    "precision": "precision",
-    "overlap": "overlap",
-    "schedule": "schedule",
+    **DEGREES,
+    **{name: name for name in ("sharding", "recompute", "precision", "overlap", "offload", "vocabulary", "schedule")},
 }
 """Fields of a strategy by the names of options."""
 Fixed = Mapping[str, Collection[Any]]
@@ -66,11 +69,11 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "sharding": get_args(Sharding),
     "recompute": get_args(Recompute),
     "overlap": get_args(Overlap),
+    "vocabulary": (*VOCABULARY, "spread"),
     "schedule": tuple(CLOSED_FORMS),
-    "offload": ("no",),
+    "offload": get_args(Offload),
 }
 """Values of the options that are no degrees."""
-MOST_DEGREE = 2**20
 MOST_DIGITS = 7
 
 
@@ -88,6 +91,36 @@ def check_values(name: str, values: Sequence[object], where: str | Sequence[str 
             raise InputError([Issue(where, "out_of_range", detail)])
 
 
+def require_stages(strategy: Strategy) -> None:
+    """Raise InputError if the schedule is for other numbers of stages on a device, or for another output layer."""
+    name, virtual, spread = strategy.schedule, strategy.virtual, strategy.vocabulary == "spread"
+    has_passes = name in (WITH_PASSES, "vocab-1")
+    if spread != has_passes:
+        rows, place = ("on all devices", "spread") if has_passes else ("in one stage", "last")
+        other = WITH_PASSES if spread else "1f1b" if virtual == 1 else "interleaved-1f1b"
+        detail = f"is {name}, which has the output layer's rows {rows}, but vocabulary is {strategy.vocabulary}."
+        detail += f" Maybe schedule {other}, or vocabulary {place}."
+        raise InputError([Issue("schedule", "other_output_layer", detail)])
+    counts = CLOSED_FORMS.get(name, (virtual,))
+    if virtual not in counts:
+        others = [one for one, taken in CLOSED_FORMS.items() if virtual in taken and (one == WITH_PASSES) == spread]
+        instead = f", or schedule {' or '.join(others)}" if others else ""
+        runs = f"vpp {counts[0]}" + (" or more" if len(counts) > 1 else "")
+        detail = f"is {name}, which runs with {runs}, but vpp is {virtual}. Maybe vpp {counts[0]}{instead}."
+        raise InputError([Issue("schedule", "wrong_stages", detail)])
+
+
+def require_blocks(strategy: Strategy, microbatches: int) -> None:
+    """Raise InputError if exchanges of experts hide in blocks that the schedule lacks, or microbatches are too few."""
+    name, p = strategy.schedule, strategy.pipeline
+    if strategy.overlap == "yes" and (name not in WITH_BLOCKS or (name == "1f1b" and p > 1)):
+        detail = f"is {name}, which has no blocks on a pipeline of {p:,} devices, but overlap is yes. Maybe schedule "
+        raise InputError([Issue("schedule", "no_blocks", f"{detail}interleaved-1f1b or dualpipe-v, or overlap no.")])
+    if name == "dualpipe-v" and microbatches < 2 * p:
+        detail = f"is {name}, which needs 2 x pp = {2 * p:,} microbatches, but a step has {microbatches:,}."
+        raise InputError([Issue("schedule", "too_few_microbatches", f"{detail} Maybe a smaller pp or dp.")])
+
+
 def read_degrees(text: str, where: str) -> dict[str, Any]:
     """Values by option of a text such as ``tp=8,pp=2``. Raises InputError; `where` names the text in it."""
     wanted: dict[str, Any] = {}
@@ -98,8 +131,8 @@ def read_degrees(text: str, where: str) -> dict[str, Any]:
 
 
 def strategy_of(values: Mapping[str, Any]) -> Strategy:
-    """The strategy with these values by option."""
-    return Strategy(**{field: values[name] for name, field in FIELDS.items()})
+    """The strategy with these values by option, and the plainest of others: plans of earlier versions lack some."""
+    return Strategy(**{FIELDS[name]: value for name, value in values.items()})
 
 
 def values_of(strategy: Strategy) -> dict[str, Any]:
@@ -125,7 +158,10 @@ class Rated:
         """Degrees above one, and other choices that are not the plainest."""
         one = self.strategy
         degrees = one.tensor, one.context, one.expert, one.pipeline, one.virtual, one.microbatch_size
-        choices = one.recompute != "none", one.sharding == "fsdp", one.overlap == "yes"
+        choices = (
+            *(one.recompute != "none", one.sharding == "fsdp", one.overlap == "yes", one.offload == "yes"),
+            one.vocabulary != "last",
+        )
         return sum(degree > 1 for degree in degrees) + sum(choices)
 
     @property
@@ -138,14 +174,27 @@ class Rated:
         parts += [self.strategy.recompute] if self.strategy.recompute != "none" else []
         parts += [self.strategy.sharding] if self.strategy.sharding == "fsdp" else []
         parts += ["overlap"] if self.strategy.overlap == "yes" else []
+        parts += ["offload"] if self.strategy.offload == "yes" else []
+        parts += [f"{self.strategy.vocabulary} head"] if self.strategy.vocabulary != "last" else []
         return " ".join(parts) or "one GPU"
 
 
+def vocabulary_of(fixed: Fixed) -> Collection[Any]:
+    """Places of the output layer that are tried; its rows lie on all devices where a user asks for that."""
+    asked = WITH_PASSES in fixed.get("schedule", ())
+    return fixed.get("vocabulary", (*VOCABULARY, "spread") if asked else VOCABULARY)
+
+
 def families(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:
-    """Legal strategies of a job with one stage on each device of the pipeline and no recomputation."""
+    """Legal strategies of a job with one stage on each device of the pipeline and no recomputation.
+
+    One family has all cuts with the output layer in the last stage, one has its rows on all devices.
+    """
+    vocabulary = vocabulary_of(fixed)
+    kinds: dict[Vocabulary, None] = {"spread" if kind == "spread" else "last": None for kind in vocabulary}
     heads = min(layer.attention.heads for layer in job.model.layers)
     experts = max(layer.feed_forward.experts for layer in job.model.layers)
-    pipelines = _divisors(gpus, len(job.model.layers) + 2, fixed.get("pp"))
+    pipelines = _divisors(gpus, job.model.most_stages, fixed.get("pp"))
     tensors = _divisors(heads, job.machine.facts.gpus_per_node, fixed.get("tp"))
     contexts = fixed.get("cp", CONTEXTS)
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
@@ -160,8 +209,10 @@ def families(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:
             fixed.get("sharding", ("optimizer", "fsdp") if pipeline == 1 else ("optimizer",)),
             fixed.get("expert_imbalance", (1.0,)),
             fixed.get("overlap", ("no", "yes") if experts else ("no",)),
+            fixed.get("offload", ("no",)),
+            kinds,
         )
-        for expert, expert_tensor, size, precision, sharding, imbalance, overlap in choices:
+        for expert, expert_tensor, size, precision, sharding, imbalance, overlap, offload, kind in choices:
             strategy = Strategy(
                 tensor=tensor,
                 context=context,
@@ -174,6 +225,8 @@ def families(job: Job, gpus: int, fixed: Fixed) -> Iterator[Strategy]:
                 sharding=sharding,
                 expert_imbalance=imbalance,
                 overlap=overlap,
+                offload=offload,
+                vocabulary=kind,
             )
             if job.is_legal(strategy):
                 yield strategy
@@ -184,8 +237,10 @@ def _divisors(number: int, most: int, allowed: Collection[Any] | None) -> list[i
 
 
 def variants(job: Job, family: Strategy, fixed: Fixed) -> Iterator[Strategy]:
-    """Strategies of a family: numbers of stages on a device, each with a published schedule."""
-    layers, p = len(job.model.layers), family.pipeline
+    """Strategies of a family: numbers of stages on a device, each with a published schedule and place of the head."""
+    layers, p, spread = len(job.model.stack), family.pipeline, family.vocabulary == "spread"
+    vocabulary = [kind for kind in vocabulary_of(fixed) if (kind == "spread") == spread and (kind != "own" or p > 1)]
+    head = _head_in_layers(job, family) if "own" in vocabulary and "vocabulary" not in fixed else inf
     if family.overlap == "yes" and {*fixed.get("recompute", ("none",))} == {"full"}:
         return
     m = family.microbatches(job.global_batch)
@@ -194,39 +249,55 @@ def variants(job: Job, family: Strategy, fixed: Fixed) -> Iterator[Strategy]:
             most = -(-layers // (p * virtual)) * virtual
             if p * virtual > layers or most > UNEVEN * layers / p or m < p:
                 continue
-        if p * virtual > layers + 2:
+        if p * virtual > job.model.most_stages - spread or (p == 1 and virtual > 1):
             continue
-        schedules: Collection[str] = ("1f1b" if virtual == 1 else "interleaved-1f1b",)
+        schedules: Collection[str] = (WITH_PASSES if spread else "1f1b" if virtual == 1 else "interleaved-1f1b",)
         if family.overlap == "yes":
             schedules = job.software.with_blocks
         for name in fixed.get("schedule", schedules):
             if virtual not in CLOSED_FORMS[name] or (name == "dualpipe-v" and m < 2 * p):
                 continue
+            if (name == WITH_PASSES) != spread:
+                continue
             if family.overlap == "no" or (name in WITH_BLOCKS and (name != "1f1b" or p == 1)):
-                yield replace(family, virtual=virtual, schedule=name)
+                for kind in vocabulary:
+                    if kind != "own" or head >= LEAST_OWN * layers / (p * virtual - 1):
+                        yield replace(family, virtual=virtual, schedule=name, vocabulary=kind)
 
 
-class VocabularyLayer(NamedTuple):
-    """Output layer of a model in a pipeline, with what predicts further tokens.
+def _head_in_layers(job: Job, strategy: Strategy) -> float:
+    """Decoder layers that take as long as the output layer does for all predicted tokens."""
+    costs, slowdowns, layers = job.costs(strategy), job.slowdowns(strategy), job.model.layers
+    kinds = costs.parts.layers.sum(1) @ slowdowns
+    layer_s = float(job.model.layers_before[len(layers)] @ kinds) / len(layers)
+    return float(costs.parts.last.sum(0) @ slowdowns) / layer_s
+
+
+class OutputLayer(NamedTuple):
+    """Output layer of a model in a pipeline, with the losses of all predicted tokens.
 
     It takes as long as `layers` of the model's layers. A cut evens out up to `most_layers` of them: N / (p - 1), where
-    the other layers fill all other devices (Vocabulary Parallelism, arXiv 2411.05288). A step by the closed form of the
-    strategy's schedule takes `last_s` with the layer on the last device, and `spread_s` with its rows and those of the
-    input on all devices, where the fullest rank holds `spread_bytes`.
+    the other layers fill all other devices (Vocabulary Parallelism, arXiv 2411.05288). `rated`: by its place, the
+    strategy with a published schedule of as many stages, or of one a device where its rows lie on all devices.
     """
 
     layers: float
     most_layers: float
-    last_s: float
-    spread_s: float
-    spread_bytes: float
+    rated: Mapping[Vocabulary, Rated]
+
+    @property
+    def may_be_spread(self) -> bool:
+        """True if rows on all devices may pay: no cut evens the layer out, or the published schedule is faster so."""
+        spread_s = self.rated["spread"].seconds if "spread" in self.rated else inf
+        whole_s = min(self.rated[place].seconds for place in VOCABULARY)
+        return self.layers > self.most_layers or spread_s < whole_s
 
 
 class Rater:
     """Rates strategies of a job by the closed forms of their schedules."""
 
-    def __init__(self, job: Job, fixed: Fixed) -> None:
-        self.job, self.fixed = job, fixed
+    def __init__(self, job: Job, fixed: Fixed, objective: Objective = "time") -> None:
+        self.job, self.fixed, self.objective = job, fixed, objective
 
     def bound_s(self, family: Strategy) -> float:
         """Seconds that no schedule, cut or placement of a family goes below."""
@@ -237,8 +308,9 @@ class Rater:
         return float((m * mean + costs.replicas(m, inf) + work(step=1)) @ slowdowns)
 
     def rate(self, strategy: Strategy, bound_s: float) -> Rated:
-        """The cheapest form of a strategy that fits: as it is, or with full recomputation."""
+        """The form of a strategy that fits and has least of the objective: as it is, or with recomputation."""
         least: float = inf
+        found: Rated | None = None
         allowed = self.fixed.get("recompute", ("none", "full"))
         for recompute in ("none", "selective", "full"):
             if recompute not in allowed or (recompute == "full" and strategy.overlap == "yes"):
@@ -247,11 +319,16 @@ class Rater:
             held = max(self.job.held(tried), key=lambda one: one.total)
             needed = held.total * self.job.software.reserved + self.job.software.context_bytes
             if needed <= self.job.machine.facts.memory_bytes:
-                seconds_by_kind = self.seconds_by_kind(tried)
-                seconds = float(seconds_by_kind.sum())
-                return Rated(tried, "solved", bound_s, seconds, needed, tried.schedule, seconds_by_kind)
-            if needed < least:
+                if found is None or needed < found.memory_bytes:
+                    seconds_by_kind = self.seconds_by_kind(tried)
+                    seconds = float(seconds_by_kind.sum()) + self.job.copies_s(tried)
+                    found = Rated(tried, "solved", bound_s, seconds, needed, tried.schedule, seconds_by_kind)
+                if self.objective == "time":
+                    return found
+            elif needed < least:
                 least, kinds = needed, vars(held)
+        if found is not None:
+            return found
         largest = max(kinds, key=lambda kind: kinds[kind])
         reason = f"{least / GIB:,.0f} GiB of {self.job.machine.facts.memory_bytes / GIB:,.0f}, most of it {largest}"
         return Rated(strategy, "does_not_fit", bound_s, inf, least, reason)
@@ -267,17 +344,18 @@ class Rater:
         kinds = mean * self.job.slowdowns(strategy) * strategy.microbatches(self.job.global_batch)
         return float(sum(kinds[INDEX[kind]] for kind in ("products", "attention", "experts")))
 
-    def vocabulary(self, strategy: Strategy) -> VocabularyLayer | None:
-        """Length of the output layer, and a step with it on all devices; None without a pipeline."""
+    def output_layer(self, strategy: Strategy) -> OutputLayer | None:
+        """Length of the output layer, and the strategy with it in every legal place; None without a pipeline."""
         if strategy.pipeline == 1:
             return None
-        costs, slowdowns, layers = self.job.costs(strategy), self.job.slowdowns(strategy), self.job.model.layers
-        layer_s = float(sum(costs.layer(one).passes.total for one in layers) @ slowdowns) / len(layers)
-        ends, spread = (self.rate(replace(strategy, vocabulary=kind), 0.0) for kind in ("ends", "spread"))
-        head_s = float(costs.ends()[1].total @ slowdowns)
-        return VocabularyLayer(
-            head_s / layer_s, len(layers) / (strategy.pipeline - 1), ends.seconds, spread.seconds, spread.memory_bytes
-        )
+        p, layers = strategy.pipeline, len(self.job.model.stack)
+        plain = replace(strategy, recompute="none", stage_layers=())
+        if strategy.vocabulary == "spread":
+            plain = replace(plain, virtual=1, schedule="1f1b")
+        places = {kind: replace(plain, vocabulary=kind) for kind in VOCABULARY}
+        places["spread"] = replace(plain, vocabulary="spread", virtual=1, schedule=WITH_PASSES)
+        rated = {kind: self.rate(one, self.bound_s(one)) for kind, one in places.items() if self.job.is_legal(one)}
+        return OutputLayer(_head_in_layers(self.job, plain), layers / (p - 1), rated)
 
     def hidden_s(self, rated: Rated) -> float:
         """Seconds of a step that blocks hide, in the mean of all devices."""
@@ -289,7 +367,7 @@ class Rater:
     def lost_s(self, rated: Rated) -> dict[str, float]:
         """Seconds of a rated strategy beyond its model's products, attention and experts, by what they go to.
 
-        What of exchanges of experts is hidden is not lost.
+        Hidden exchanges of experts are not lost, nor are messages for which a searched schedule has no idle time.
         """
         assert rated.work is not None, "only rated strategies have seconds by kind"
         strategy, slowdowns = rated.strategy, self.job.slowdowns(rated.strategy)
@@ -300,23 +378,27 @@ class Rater:
         pipeline = float(rated.work[INDEX["pipeline"]])
         once = sum(float(rated.work[INDEX[kind]]) for kind in ("data", "gather", "optimizer", "step"))
         hidden = self.hidden_s(rated)
-        lost = {"bubble": rated.seconds - pipeline - once - (m * mean - hidden)}
+        copies = self.job.copies_s(strategy)
+        idle = rated.seconds - once - copies - (m * mean - hidden)
+        pipeline = min(pipeline, max(idle, 0.0))
+        lost = {"bubble": idle - pipeline, "offload": copies}
         lost["recomputation"] = m * (mean - float(plain.mean(0) @ slowdowns))
         kinds = plain.mean(0) * slowdowns * m
         for kind in ("memory", "tensor", "expert", "context", "launch"):
             lost[kind] = float(kinds[INDEX[kind]])
         lost["expert"] -= hidden
-        for kind in ("pipeline", "data", "gather", "optimizer", "step"):
+        lost["pipeline"] = pipeline
+        for kind in ("data", "gather", "optimizer", "step"):
             lost[kind] = float(rated.work[INDEX[kind]])
         return lost
 
 
-def rate_all(job: Job, gpus: int, fixed: Fixed) -> Iterator[list[Rated]]:
+def rate_all(job: Job, gpus: int, fixed: Fixed, objective: Objective = "time") -> Iterator[list[Rated]]:
     """Rate every legal strategy, the most promising family first; yields a family at a time.
 
-    A family whose bound is above the best value so far is beaten.
+    A family whose bound is above the best value so far is beaten, unless memory is the objective.
     """
-    rater, best_s = Rater(job, fixed), inf
+    rater, best_s = Rater(job, fixed, objective), inf
     found = [(rater.bound_s(family), family) for family in families(job, gpus, fixed)]
     for bound_s, family in sorted(found, key=lambda one: one[0]):
         group = []
@@ -325,6 +407,6 @@ def rate_all(job: Job, gpus: int, fixed: Fixed) -> Iterator[list[Rated]]:
                 group.append(Rated(strategy, "beaten", bound_s, reason=at_least_slower(bound_s, best_s)))
                 continue
             rated = rater.rate(strategy, bound_s)
-            best_s = min(best_s, rated.seconds)
+            best_s = min(best_s, rated.seconds) if objective == "time" else inf
             group.append(rated)
         yield group

@@ -20,7 +20,7 @@ from typing import Literal
 import numba
 
 from optpipe.errors import InfeasibleError, InputError, ModelTooLargeError, NoSolutionError, OptPipeError
-from optpipe.ops import Op, Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.limits import Cancel, Limits
@@ -461,6 +461,7 @@ def load_uncompiled(problem: Problem, *modules: str) -> None:
 def load_verifier() -> None:
     """Load what times and verifies schedules, compiled kernel included, by finishing the smallest one there is."""
     from solver.build import build_schedule  # most of what is slow
+    from solver.published.one_stage import one_f_one_b
 
     stage = {"device": 0, "forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
     problem = Problem.from_data(
@@ -471,4 +472,4 @@ def load_verifier() -> None:
             "stages": [stage | {"activation_bytes": 0, "backward_weight_bytes": 0}],
         }
     )
-    build_schedule(problem, Orders.of_compute([[Op(kind, 0, 0) for kind in "FBW"]]), 0.0, "", 0.0)
+    build_schedule(problem, one_f_one_b(problem), 0.0, "", 0.0)

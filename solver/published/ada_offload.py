@@ -126,7 +126,7 @@ def ada_offload(problem: Problem) -> Orders:
     """The best candidate within the budgets. Raises MethodError with the budgets that would do where there is none."""
     best: Orders | None = None
     best_us = inf
-    by_stage = problem.has_modes and not problem.has_factors and problem.slice_count == 1
+    by_stage = problem.has_modes and problem.has_equal_microbatches
     for orders in _candidates_by_stage(problem) if by_stage else _candidates(problem):
         if orders is not None:
             simulation = simulate(problem, orders)

@@ -24,7 +24,7 @@ def seq1f1b(problem: Problem) -> Orders:
     """Seq1F1B with B and W fused.
 
     Raises MethodError on placement, and where stages are interleaved on a number of devices that is no multiple of that
-    of slices: a group of units, one a device, then cuts a microbatch, whose last slice would be waited for in vain.
+    of slices: a group of units, one a device, then cuts a microbatch, whose last slice would never come.
     """
     if all(len(stages) == 1 for stages in problem.stages_of):
         return Orders.of_compute(_order(problem, stages, d, 1) for d, stages in enumerate(problem.stages_of))

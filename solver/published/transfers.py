@@ -1,6 +1,6 @@
 """Transfers for compute orders: what leaves the device, when it comes back, and which copy goes first.
 
-The compute ops of each device run in a given order; copies run beside them (PipeOffload, arXiv 2503.01328):
+The compute ops of each device run in a given order; copies run at the same time (PipeOffload, arXiv 2503.01328):
 
 - what leaves does so as soon as the channel is free, the longest-lived first;
 - it comes back shortly before its B, never into room that ops before that B need, so that no copy can lock the device;

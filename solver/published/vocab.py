@@ -18,7 +18,7 @@ from itertools import count
 from optpipe.errors import MethodError
 from optpipe.ops import Op, OpArray, Orders
 from optpipe.problem import Problem
-from optpipe.spread import AfterOp, AfterPass
+from optpipe.spread import AfterPass, two_passes
 from solver.published.passes import require_one_stage_a_device
 
 
@@ -34,7 +34,14 @@ def vocab_2(problem: Problem) -> Orders:
 
 def _orders(problem: Problem, method: str, *, barriers: int) -> Orders:
     require_one_stage_a_device(problem, method)
-    first, second = _two_passes(problem, method)
+    passes = two_passes(problem.spread or (), problem.stages)
+    if passes is None or any(gate.op != "B" for gate in problem.gates or ()):
+        names = ", ".join(problem.pass_names) or "none"
+        raise MethodError(
+            f"{method} is for two spread passes, one after F of the last stage and one after that, and the problem's "
+            f"are: {names}. Maybe use auto or cp-sat."
+        )
+    first, second = (one.name for one in passes)
     gated = {one.pass_name for gate in problem.gates or () for one in gate.after if isinstance(one, AfterPass)}
     if barriers == 1 and second in gated:
         raise MethodError(f"{method} runs {second} when it can, but gates let ops wait for it. Maybe use vocab-1.")
@@ -45,24 +52,6 @@ def _orders(problem: Problem, method: str, *, barriers: int) -> Orders:
     return Orders.of_compute(
         _device_order(problem, d, (first, second), last - own[d], barriers) for d in range(len(problem.devices))
     )
-
-
-def _two_passes(problem: Problem, method: str) -> tuple[str, str]:
-    """Names of the pass behind the last forward and of the one behind that; MethodError where there are others."""
-    names = ", ".join(problem.pass_names) or "none"
-    wrong = MethodError(
-        f"{method} is for two spread passes, one after F of the last stage and one after that, and the problem's are: "
-        f"{names}. Maybe use auto or cp-sat."
-    )
-    if len(problem.spread or ()) != 2 or any(gate.op != "B" for gate in problem.gates or ()):
-        raise wrong
-    ordered = sorted(problem.spread or (), key=lambda one: any(isinstance(after, AfterPass) for after in one.after))
-    first, second = ordered
-    behind = [(after.op, after.stage) for after in first.after if isinstance(after, AfterOp)]
-    follows = [after.pass_name for after in second.after if isinstance(after, AfterPass)]
-    if behind != [("F", len(problem.stages) - 1)] or follows != [first.name]:
-        raise wrong
-    return first.name, second.name
 
 
 def _device_order(problem: Problem, device: int, passes: tuple[str, str], before_last: int, barriers: int) -> OpArray:

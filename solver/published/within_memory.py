@@ -114,7 +114,7 @@ class _Player:
         self.passed = {(kind, s): 0 for kind in "FB" for s in range(stages)}
         """Units that have begun F or a backward of a stage, which they do in the order of the kind."""
         self.place = {kind: problem.units_in_order(kind).argsort().tolist() for kind in "FB"}
-        self.forward_us, self.backward_us = (problem.unit_delays_us[way].tolist() for way in ("forward", "backward"))
+        self.forward_us, self.backward_us = (problem.unit_delays_us[name].tolist() for name in ("forward", "backward"))
         self.waiting = [list(self._paths(d)) for d in range(len(problem.devices))]
         """Paths of the unfinished microbatches on each device, the oldest first."""
 
@@ -216,8 +216,8 @@ class _Player:
 def _step(problem: Problem, kind: str, s: int, unit: int) -> _Step:
     """F, or the backward of a unit: B and W, where that needs no more memory than both in one."""
     stage = problem.stage_of(s, unit)
-    ways = [_as_step(stage, kinds, s, unit) for kinds in ([("B", "W")] * stage.split_backward + [("BW",)])]
-    return _as_step(stage, ("F",), s, unit) if kind == "F" else min(ways, key=lambda step: step.peak)
+    steps = [_as_step(stage, kinds, s, unit) for kinds in ([("B", "W")] * stage.split_backward + [("BW",)])]
+    return _as_step(stage, ("F",), s, unit) if kind == "F" else min(steps, key=lambda step: step.peak)
 
 
 def _as_step(stage: Stage, kinds: Sequence[str], s: int, unit: int) -> _Step:

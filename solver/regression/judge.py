@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Literal
 
+from optpipe.units import share_text, time_text
 from solver.build import RELATIVE_TOLERANCE
 from solver.limits import Limits
 from solver.regression.run import Case, Figures, MeasuredRun, Recorded, Suite
@@ -111,15 +112,16 @@ def _worse(recorded: Recorded, figures: Figures, tolerance: float, limits: Limit
     if _above(figures.value_us, recorded.value_us, tolerance):
         change = figures.value_us / recorded.value_us - 1 if recorded.value_us else float("inf")
         findings.append(
-            f"value_us is {figures.value_us:.10g}, {change:.2%} above the recorded {recorded.value_us:.10g} "
-            f"(tolerance {tolerance:.2%})."
+            f"the value is {time_text(figures.value_us)}, {share_text(change)} above the recorded "
+            f"{time_text(recorded.value_us)} (tolerance {share_text(tolerance)})."
         )
     if recorded.proved and not figures.optimal:
-        findings.append(f"a proof is lost: {recorded.value_us:.10g} was proved optimal in {recorded.seconds:.2f} s.")
+        proved = f"{time_text(recorded.value_us)} was proved optimal in {recorded.seconds:.2f} s"
+        findings.append(f"a proof is lost: {proved}.")
     elif _above(recorded.bound_us * (1 - tolerance), figures.bound_us):
         findings.append(
-            f"bound_us is {figures.bound_us:.10g}, below the recorded {recorded.bound_us:.10g} "
-            f"(tolerance {tolerance:.2%})."
+            f"the bound is {time_text(figures.bound_us)}, {share_text(1 - figures.bound_us / recorded.bound_us)} below "
+            f"the recorded {time_text(recorded.bound_us)} (tolerance {share_text(tolerance)})."
         )
     if findings and recorded.time_limit_s > limits.time_limit_s:
         findings[-1] += f" Maybe the time: {recorded.time_limit_s:g} s when recorded, {limits.time_limit_s:g} s now."

@@ -219,7 +219,9 @@ def _recomputing(problem: Problem) -> list[list[int]]:
     able = [
         [k for k, mode in enumerate(stage.choices) if mode.recomputes and not mode.offload] for stage in problem.stages
     ]
-    return [[ways[min(number, len(ways) - 1)] if ways else 0 for ways in able] for number in range(max(map(len, able)))]
+    return [
+        [modes[min(number, len(modes) - 1)] if modes else 0 for modes in able] for number in range(max(map(len, able)))
+    ]
 
 
 QUICK: Changes = [
@@ -248,11 +250,12 @@ class QuickLists:
         out, again = _leaving(problem), _recomputing(problem)
         nothing = [0] * len(out)
         leaving = [nothing, out] if any(out) and problem.host_memory_bytes is None else [nothing]
-        equal = _of_equal_units(problem)
+        self.achieved = problem.has_equal_microbatches
+        """True if `value_us` is that of a schedule of the problem."""
+        units = {"microbatches": problem.units, "slices": None, "microbatch_order": "given"}
+        equal = problem if self.achieved else problem.with_equal_units().replaced(**units)
         kinds = (ListScheduler(equal, *chosen) for chosen in product([nothing, *again], leaving))
         self._evaluations = [Evaluations(lists, Limits(inf, cancel=cancel)) for lists in kinds]
-        self.achieved = equal is problem
-        """True if `value_us` is that of a schedule of the problem."""
 
     @property
     def value_us(self) -> float:
@@ -283,19 +286,6 @@ class QuickLists:
             while evaluations.value_us(choice) == inf and choice.in_flight > 1 and not number:
                 choice = _with_fewer(choice)
         return evaluations.value_us(evaluations.best)
-
-
-def _of_equal_units(problem: Problem) -> Problem:
-    """The problem with as many equal microbatches as it has units; itself where they are."""
-    if not problem.has_factors and problem.slice_count == 1:
-        return problem
-    data = problem.to_data() | {"microbatches": problem.units}
-    for name in ("slices", "microbatch_factors", "microbatch_order"):
-        data.pop(name, None)
-    for stage in data["stages"]:
-        for name in ("slice_factors", "slice_gradient_bytes"):
-            stage.pop(name, None)
-    return Problem.from_data(data)
 
 
 def improving(evaluations: Evaluations) -> Iterator[ListParameters]:

@@ -2,7 +2,7 @@
 
 A device that is free takes, of the ops that are ready and fit into its memory, the one of highest priority; it waits
 for one of higher priority that is known to be ready soon. Orders of priorities and this patience are tried in turn.
-Passes on which a forward or backward waits are urgent, all others as late as weights.
+Passes on which a forward or backward waits are urgent, all others as late as weights. Every activation is kept.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush
-from itertools import product
 from typing import NamedTuple
 
 from optpipe.errors import MethodError
@@ -18,18 +17,25 @@ from optpipe.ops import Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.task_graph import Lag, lower
 
-PRIORITIES = ("UBFLW", "BFULW", "BUFLW", "UBLFW")
-"""Orders of backwards, urgent passes, forwards, late passes and weights."""
-
-PATIENCE = (1.0, 0.0)
-"""Shares of an op's duration for which it waits for one of higher priority."""
-
 
 class Rule(NamedTuple):
-    """How a device chooses: the order of priorities, and how long an op waits for a better one."""
+    """How a device chooses.
+
+    `priorities`: an order of backwards, urgent passes, forwards, late passes and weights. `patience`: the share of an
+    op's duration for which it waits for one of higher priority.
+    """
 
     priorities: str
     patience: float
+
+
+RULES = (
+    *(Rule("UFBWL", 0.5), Rule("UBFLW", 0.0), Rule("UWFBL", 1.0), Rule("FLUBW", 0.0), Rule("UBFWL", 0.0)),
+    *(Rule("FUBWL", 0.0), Rule("BFULW", 0.0), Rule("BFLUW", 1.0), Rule("UBWFL", 0.5), Rule("UFBLW", 0.5)),
+    Rule("UFBLW", 1.0),
+)
+"""Those tried, the most useful first. In little memory a W, which frees some, goes before a late pass; with fused
+backwards, or collectives that take long, a forward before a backward (docs/math/search.md)."""
 
 
 class _Queue:
@@ -51,7 +57,7 @@ def spread_lists(problem: Problem) -> Iterator[Callable[[], Orders]]:
 
     Measured for 8 devices and 128 microbatches: 0.2 s each, a time that grows with the ops.
     """
-    for rule in (Rule(*entry) for entry in product(PRIORITIES, PATIENCE)):
+    for rule in RULES:
         yield partial(_List.orders_by, problem, rule)
 
 
@@ -91,8 +97,9 @@ class _List:
         self.compute: list[list[Op]] = [[] for _ in devices]
 
     def _urgent(self) -> set[int]:
-        """Passes on which gates wait, also through other passes."""
-        found, left = set[int](), [lag.spread for lags in self.graph.gates.values() for lag in lags]
+        """Passes on which gates of forwards and backwards wait, also through other passes."""
+        gates = self.graph.gates.items()
+        found, left = set[int](), [lag.spread for (duty, _), lags in gates if duty in ("F", "B") for lag in lags]
         while left:
             n = left.pop()
             if n is not None and n not in found:

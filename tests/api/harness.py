@@ -1,6 +1,6 @@
 """A running service for tests: stand-in solves, servers and workers in threads or processes, and fixtures.
 
-Fixtures: two services for all tests of a process, one with a worker and one without; every test has its own keys, and
+Fixtures: two services for all tests of a file, one with a worker and one without; every test has its own keys, and
 so sees its own jobs alone.
 
 idle       a client of the service whose jobs stay in the queue
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
+from socket import socket
 from typing import Any
 
 import httpx
@@ -112,12 +113,25 @@ def log_through_pytest() -> None:
 log_through_pytest()
 
 
+class _Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Also end connections whose clients read nothing. Left to the end of the loop, their sockets stay open."""
+        await super().shutdown(sockets)
+        for connection in [*self.server_state.connections]:
+            connection.transport.abort()
+        await asyncio.sleep(0)
+
+
 @contextmanager
 def listening(app: FastAPI, port: int = 0) -> Iterator[str]:
-    """The address of a server that runs in a thread of this process."""
+    """The address of a server that runs in a thread of this process.
+
+    Its loop is asyncio's, which waits for child processes by threads. A torch DataLoader with workers takes SIGCHLD for
+    itself, and then uvloop's never hears of an ended one: each server of a run took a minute to stop.
+    """
     config = server_config(app)
-    config.port, config.timeout_graceful_shutdown = port, 1
-    server = uvicorn.Server(config)
+    config.port, config.timeout_graceful_shutdown, config.loop = port, 1, "asyncio"
+    server = _Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until = time.monotonic() + START_S
@@ -163,15 +177,20 @@ class ApiProcess:
         """End it as a crash would."""
         self.process.kill()
         self.process.wait()
+        with suppress(httpx.TransportError):  # a forked one ends behind its client
+            while True:
+                httpx.get(f"{self.url}/healthz")
 
 
 @contextmanager
-def api_process(settings: Settings, port: int, folder: Path) -> Iterator[ApiProcess]:
+def api_process(
+    settings: Settings, port: int, folder: Path, python: str | Path = sys.executable
+) -> Iterator[ApiProcess]:
     """Start `tests.api.api_process`; what it prints and logs goes to a file in `folder`."""
     assert settings.database_url is not None
     log = folder / "api.log"
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "tests.api.api_process", settings.database_url.get_secret_value(), str(port)]
+    command = [python, "-m", "tests.api.api_process", settings.database_url.get_secret_value(), str(port)]
     with log.open("ab") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
             _wait_until_it_answers(url)
@@ -194,29 +213,29 @@ NewClient = Callable[[], Client]
 _numbers = count()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def idle_settings(postgresql: str) -> Settings:
     """Settings of the service without a worker."""
     return _settings(postgresql, "idle")
 
 
-@pytest.fixture(scope="session")
-def idle_url(idle_settings: Settings) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def idle_url(idle_settings: Settings, forked_pool: None) -> Iterator[str]:
     """The address of the service without a worker."""
     with listening(create_app(idle_settings)) as url:
         yield url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def service_settings(postgresql: str) -> Settings:
     """Settings of the service with a worker."""
     return _settings(postgresql, "worked")
 
 
-@pytest.fixture(scope="session")
-def service_url(service_settings: Settings) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def service_url(service_settings: Settings, forked_pool: None) -> Iterator[str]:
     """The address of the service with a worker."""
-    with working(service_settings, at_once), listening(create_app(service_settings)) as url:
+    with listening(create_app(service_settings)) as url, working(service_settings, at_once):
         yield url
 
 
@@ -252,7 +271,8 @@ def new_key(settings: Settings) -> str:
 def _settings(postgresql: str, database: str) -> Settings:
     """Settings of a service on a database of its own, which asks for keys.
 
-    Every folder of tests that imports these fixtures has services of its own, hence the number.
+    Every file of tests has services of its own, hence the number: what a test of another file patches, or does to the
+    one state of an outage that a process has, must not reach them.
     """
     database = f"{database}_{next(_numbers)}"
     with psycopg.connect(postgresql, autocommit=True) as connection:

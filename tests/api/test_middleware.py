@@ -14,7 +14,7 @@ from api.settings import Settings
 from tests.api.harness import body, listening
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def open_url(idle_settings: Settings) -> Iterator[str]:
     """The address of a service without keys and without a worker."""
     with listening(create_app(idle_settings.model_copy(update={"require_keys": False}))) as url:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from http import HTTPStatus
 from uuid import UUID
 
 import pytest
+from anyio import move_on_after
 
 from api.errors import HttpError
 from api.models import Caps
@@ -76,6 +78,33 @@ async def test_nothing_is_left_behind() -> None:
         (process,) = pool._idle
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+@pytest.mark.parametrize("cancelled", ["a start", "a task", "neither"])
+def test_all_pipes_are_closed_when_the_pool_ends(cancelled: str) -> None:
+    """Also where the scope of a request is cancelled, so that every wait in it ends at once: a tab that is closed."""
+
+    async def run() -> None:
+        async with ProcessPool(2) as pool:
+            await asyncio.wait([pool._first])
+            if cancelled == "neither":
+                reading = asyncio.create_task(refused(pool, LARGE))
+                while not pool._busy:
+                    await asyncio.sleep(0.01)
+            else:
+                if cancelled == "a start":
+                    await pool._idle.pop().end()
+                with move_on_after(0.05):
+                    await compare(pool, LARGE)
+        if cancelled == "neither":
+            assert (await reading).faults[0].code == "died"
+
+    with pytest.MonkeyPatch.context() as patch:
+        unraisable: list[str] = []
+        patch.setattr("sys.unraisablehook", lambda caught: unraisable.append(repr(caught.exc_value)))
+        asyncio.run(run())
+        gc.collect()
+    assert unraisable == []
 
 
 ONE, OTHER = UUID(int=1), UUID(int=2)

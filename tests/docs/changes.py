@@ -6,7 +6,7 @@ Commands of all pages take minutes. `make test-slow` runs all.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -17,21 +17,25 @@ from tests.sample import FULL, SEED, examples
 ALWAYS = ("README.md", "docs/tutorial.md")
 """Pages that a newcomer runs first."""
 
-LANDING_S = 24 * 3600
-"""Commits that are tested together are made within so long."""
+LAST = 4
+"""So many pages, or all of one commit, run because their commands changed last. Each was among them when it changed."""
 
 
 def chosen_pages() -> Sequence[Path]:
-    """README, the tutorial, pages with changed commands, and a fifth of the others: first what a change concerns."""
-    found = {page: commands for page in pages() if (commands := _commands(page.read_text()))}
-    base = _base()
-    if FULL or base is None:
-        return list(found)
-    certain = [p for p in found if name_of(p) in ALWAYS or found[p] != _commands(_text_at(base, p))]
-    others = [page for page in found if page not in certain]
-    changed = _git("diff", "--name-only", base).splitlines()
+    """README, the tutorial, pages whose commands changed last, and a fifth of the others: first what a change concerns.
+
+    All pages where git does not know.
+    """
+    found = [page for page in pages() if _commands(page.read_text())]
+    if FULL:
+        return found
+    try:
+        last, changed = _last_changes(found)
+    except (OSError, subprocess.CalledProcessError):
+        return found
+    others = [page for page in found if page not in last and name_of(page) not in ALWAYS]
     turns = sorted(Random(SEED).sample(others, len(others)), key=lambda page: not is_concerned(page, changed))
-    return sorted(certain + turns[: examples(len(others))])
+    return sorted({*found} - {*others} | {*turns[: examples(len(others))]})
 
 
 def name_of(page: Path) -> str:
@@ -68,21 +72,31 @@ def _commands(text: str) -> Sequence[Block]:
     ]
 
 
-def _base() -> str | None:
-    """Text before the last day's commits; None where git does not know."""
-    try:
-        head_s = int(_git("log", "-1", "--format=%ct"))
-        return _git("rev-list", "-1", f"--before={head_s - LANDING_S}", "HEAD").strip() or None
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def _last_changes(found: Collection[Path]) -> tuple[Collection[Path], Collection[str]]:
+    """The pages whose commands changed last, and all files that changed with them.
+
+    They are those of what is not committed, of commits that no remote has, and of the last commits of all.
+    """
+    own = _git("rev-list", "HEAD", "--not", "--remotes").split() if _git("for-each-ref", "refs/remotes") else ()
+    last: set[Path] = set()
+    changed: set[str] = set()
+    for commit in ("", *_git("rev-list", "HEAD").split()):
+        if len(last) >= LAST and commit not in own:
+            break
+        before = f"{commit}^" if commit else "HEAD"
+        names = {*_git("diff", "--name-only", *filter(None, (before, commit))).splitlines()}
+        touched = [page for page in found if name_of(page) in names]
+        last |= {page for page in touched if _commands_at(before, page) != _commands_at(commit, page)}
+        changed |= names
+    return last, changed
 
 
-def _text_at(base: str, page: Path) -> str:
-    """A page as it stood; empty before it was written."""
+def _commands_at(commit: str, page: Path) -> Sequence[Block]:
+    """Those of a page as it stood, or stands where there is no commit; none before it was written."""
     try:
-        return _git("show", f"{base}:{name_of(page)}")
+        return _commands(_git("show", f"{commit}:{name_of(page)}") if commit else page.read_text())
     except subprocess.CalledProcessError:
-        return ""
+        return []
 
 
 def _git(*arguments: str) -> str:

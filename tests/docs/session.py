@@ -1,8 +1,8 @@
 """Runs the blocks of a page as a reader would: in order, in one shell, in an empty folder with the examples beside.
 
-Only searches and measurements are shorter than on the page, most of all where several methods are compared, and a solve
-without a limit has one: what a longer one finds is not compared with anything, and all pages together would keep two
-cores busy for minutes. So would loading torch for each process: these are forked (`tests.forked`).
+Only searches and measurements are shorter than on the page, and a solve without a limit has one: what a longer one
+finds is not compared with anything, and all pages together would keep two cores busy for minutes. So would loading
+torch for each process: these are forked (`tests.forked`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ PATIENCE_S = 600.0
 SERVE = re.compile(r"^optpipe serve\b[^#\n]*", re.MULTILINE)
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8000")
 PROLOGUE = """set -euo pipefail
-most_search_s=4
+most_search_s=1
 curl() { command curl --fail-with-body "$@"; }
 optpipe() {
-    local words=() word before= most_s=$most_search_s limited=
-    [ "$1" != compare ] || most_s=1  # for each of a dozen methods
+    local words=() word before= limited=
     for word in "$@"; do
-        [ "$before" != --time-limit ] || [ "${word%.*}" -le $most_s ] || word=$most_s
+        [ "$before" != --time-limit ] || [ "${word%.*}" -le $most_search_s ] || word=$most_search_s
         [ "$before" != --rounds ] || word=1
         case $word in --time-limit | --deterministic-limit) limited=yes ;; esac
         words+=("$word") before=$word
     done
-    [ "$1" != solve ] || [ "$limited" ] || words+=(--time-limit $most_s)
+    [ "$1" != solve ] || [ "$limited" ] || words+=(--time-limit $most_search_s)
     case "$* " in
         *" --rounds "* | *" --machine "*) ;;
         profile*" --model "*) words+=(--rounds 1) ;;

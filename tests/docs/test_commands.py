@@ -14,8 +14,9 @@ import typer
 
 from instances import INSTANCES
 from optpipe.cli.app import command_line
+from tests.docs import changes
 from tests.docs.blocks import COMMANDS, OTHERS, ROOT, Block, blocks_of, pages, spans_of
-from tests.docs.changes import chosen_pages, is_concerned, name_of
+from tests.docs.changes import LAST, chosen_pages, is_concerned, name_of
 from tests.docs.session import PATIENCE_S, PROLOGUE, check_output, run_page
 from tests.forked import forking
 
@@ -99,10 +100,49 @@ def test_a_page_runs_sooner_where_a_command_or_an_example_of_it_has_changed() ->
         assert not is_concerned(page, [path]), path
 
 
+def test_pages_whose_commands_changed_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of what is not committed, of commits that no remote has, and of so many commits that LAST are there."""
+    monkeypatch.setattr(changes, "ROOT", tmp_path)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    pages = [tmp_path / f"{name}.md" for name in "abcdefghi"]
+
+    def run(*arguments: str) -> None:
+        subprocess.run([*git, *arguments], check=True, capture_output=True)
+
+    def changed(*names: str, text: str) -> None:
+        for name in names:
+            (tmp_path / f"{name}.md").write_text(f"```sh\n{text}\n```\n")
+        run("add", "--all")
+        run("commit", "--message", text)
+
+    def last() -> str:
+        return "".join(sorted(page.stem for page in changes._last_changes(pages)[0]))
+
+    run("init")
+    changed("first", text="0")
+    changed(*"abcdefghi", text="1")
+    for number, name in enumerate("abcdef"):
+        changed(name, text=f"by {number}")
+    assert last() == "cdef"
+    assert len(last()) == LAST
+    pages[0].write_text("no commands\n")
+    pages[6].write_text("Other prose.\n" + pages[6].read_text())
+    assert last() == "adef"
+    run("checkout", "--", ".")
+    changed(*"ghi", text="all of one commit")
+    assert last() == "fghi"
+    changed(*"abcdef", text="of a branch")
+    run("update-ref", "refs/remotes/origin/main", "HEAD~1")
+    changed(*"ghi", text="of it, too")
+    assert last() == "abcdefghi"
+    run("update-ref", "refs/remotes/origin/main", "HEAD")
+    assert last() == "abcdefghi"
+
+
 @pytest.fixture(scope="module")
 def commands() -> Iterator[Path]:
     """A folder with what the pages run."""
-    with forking(environment={}) as folder:
+    with forking() as folder:
         yield folder
 
 
@@ -134,9 +174,10 @@ def test_a_forked_command_is_one_of_the_shell(tmp_path: Path, free_tcp_port: int
 
 def test_searches_and_measurements_are_shortened_and_nothing_else() -> None:
     for asked, run in (
-        ("plan 'two words' --time-limit 10 --seed 10", "plan|two words|--time-limit|4|--seed|10|"),
-        ("solve a.json --time-limit 3", "solve|a.json|--time-limit|3|"),
-        ("solve a.json", "solve|a.json|--time-limit|4|"),
+        ("plan 'two words' --time-limit 10 --seed 10", "plan|two words|--time-limit|1|--seed|10|"),
+        ("solve a.json --time-limit 0.5", "solve|a.json|--time-limit|0.5|"),
+        ("solve a.json --time-limit 3", "solve|a.json|--time-limit|1|"),
+        ("solve a.json", "solve|a.json|--time-limit|1|"),
         ("solve a.json --deterministic-limit 20", "solve|a.json|--deterministic-limit|20|"),
         ("compare a.json --time-limit 5", "compare|a.json|--time-limit|1|"),
         ("train --rounds 2 --steps 5", "train|--rounds|1|--steps|5|"),

@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 from optpipe.cli.app import COMMANDS
 from solver.methods import METHODS
 from tests.docs.blocks import ROOT
+from tests.sample import FULL
 
 BUILD_S = 300
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md")
@@ -22,9 +23,10 @@ OUTSIDE = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the built site."""
+    """The folder with the built site; at full size with what takes half of the time, and no test looks at."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html"]
+    command += [] if FULL else ["-t", "quick"]
     built = subprocess.run(
         [*command, "-d", str(folder / "doctrees"), "docs", str(folder / "html")],
         cwd=ROOT,

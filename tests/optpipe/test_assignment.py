@@ -19,18 +19,22 @@ from optpipe.simulate import simulate
 from optpipe.stage import UnitFactors
 from solver.build import build_schedule
 from solver.solve import solve
+from tests.optpipe.test_spread import vocabulary
 from tests.unequal import factor_rows, times, unequal
 from tests.unequal_schedules import with_factors
 
 OFFLOADING = {
     "linear": one_f_one_b(3, 4, moved=[(0, 0), (0, 2), (1, 1)]),
     "V": v_wave(2, 4, moved=[(0, 0), (1, 3), (2, 2)]),
+    "spread passes": solve(Problem.from_data(vocabulary(3, 4, lag_us=1)), "vocab-2"),
 }
 
 
 def drawn(rng: Random, microbatches: int) -> Floats:
-    """Factors of each kind, in quarters: exact in every arithmetic."""
-    return np.array([[rng.randint(1, 12) / 4 for _ in range(microbatches)] for _ in UnitFactors._fields])
+    """Factors of each kind, in quarters: exact in every arithmetic. Those of passes, which few have, are the last."""
+    names = sorted(UnitFactors._fields, key=lambda name: name == "time")
+    rows = {name: [rng.randint(1, 12) / 4 for _ in range(microbatches)] for name in names}
+    return np.array([rows[name] for name in UnitFactors._fields])
 
 
 def in_places(schedule: Schedule, factors: Floats, places: Sequence[int]) -> Schedule:

@@ -256,8 +256,12 @@ def test_a_valid_example_has_its_partners_in_the_document() -> None:
         (lambda d: swap(d, 1, 2), "block", "but the F is not right before the BW"),
         (lambda d: swap(d, 0, 1), "block", "but the F is not right before the BW"),
         (lambda d: d["problem"].pop("overlaps"), "block", "F0.1 .*with BW0.0, of which overlaps has none"),
-        (lambda d: d["problem"]["overlaps"][0].update(us=24), "duration", "takes 25 us instead of 24 us"),
-        (lambda d: compute(d, 2).update(end_us=66.0), "duration", "takes 26 us instead of 25 us"),
+        (
+            lambda d: d["problem"]["overlaps"][0].update(us=24),
+            "duration",
+            "takes 25.00 µs instead of 24.00 µs",
+        ),
+        (lambda d: compute(d, 2).update(end_us=66.0), "duration", "takes 26.00 µs instead of 25.00 µs"),
         (
             lambda d: [compute(d, 2).update({name: compute(d, 2)[name] + 1}) for name in ("start_us", "end_us")],
             "block",

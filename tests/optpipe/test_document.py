@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from codecs import BOM_UTF8
 from pathlib import Path
@@ -11,14 +12,23 @@ import pytest
 from optpipe.document import MAX_DIGITS, MOST_ISSUES, parse_json, read_bounded, read_document, read_toml
 from optpipe.document_kinds import (
     CHROME_TRACE,
+    GZIP,
     MEGATRON_LAYOUT,
     SIZE_TABLE,
     TORCH_CSV,
     TRANSFORMERS_CONFIG,
     DocumentKind,
+    kind_of_text,
 )
 from optpipe.errors import InputError
 from optpipe.problem import Problem
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_packed_file_is_refused_by_name_also_as_a_browser_reads_it(as_text: bool) -> None:
+    packed = gzip.compress(b'{"traceEvents": []}')
+    given = packed.decode("utf-8", "replace").encode() if as_text else packed
+    assert kind_of_text(given) is GZIP
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,14 @@ import pytest
 
 from optpipe.errors import InputError
 from optpipe.layers import LayerProfile
-from optpipe.partition import Batching, Partition, build_problem, check_layer_modes, parameter_bytes
+from optpipe.partition import (
+    Batching,
+    Partition,
+    build_problem,
+    check_layer_modes,
+    name_with_cut,
+    parameter_bytes,
+)
 from optpipe.problem import Problem
 from tests.layer_profiles import BLOCK, profile
 
@@ -22,6 +29,38 @@ def test_round_trip() -> None:
     loaded = LayerProfile.load(path)
     assert LayerProfile.from_json(loaded.to_json()) == loaded
     assert len(loaded.each_layer) == 32
+
+
+def test_the_rows_of_a_head_on_all_devices() -> None:
+    """A head of 60 us a pass, 4 of them fixed, on four devices, behind a message of 20 bytes; seven blocks of 10 us."""
+    link = {"latency_us": 3, "bytes_per_us": 10}
+    given = profile(8, head=6, link=link).replaced(layers=[*profile(8, head=6).layers[:-1]])
+    head = profile(8, head=6).layers[-1].replaced(fixed_us=4, activation_bytes=420, parameter_bytes=1001)
+    spread = given.replaced(layers=[*given.layers, head]).with_spread_head(4)
+    assert spread.spread is not None
+    assert spread.spread.to_data() == {
+        "devices": 4,
+        "logits_us": 2 * (4 + 56 / 4),
+        "weights_us": 4 + 56 / 4,
+        "fixed_us": 4,
+        "broadcast_us": 2 * 3 + 20 / 10,
+        "reduce_us": 3 * 2 * 3 + 20 / 10,
+        "kept_bytes": 2 * 20 + 400 // 4,
+        "parameter_bytes": 251,
+    }
+    assert [(one.forward_us, one.backward_us) for one in spread.each_layer] == [pytest.approx((10.9, 21.4))] * 7
+    assert LayerProfile.from_json(spread.to_json()) == spread
+    layout = Partition((2, 2, 2, 1), (0, 1, 2, 3))
+    assert parameter_bytes(spread, layout) == [2251, 2251, 2251, 1251]
+    assert name_with_cut(spread, layout) == name_with_cut(given.replaced(name="", spread=None), layout) == ""
+    assert name_with_cut(spread.replaced(name="toy"), layout) == "toy, cut 2,2,2,2", "the head's module is in the last"
+    double = build_problem(spread, layout, Batching(2, 4))
+    assert double is not None
+    logits, weights = double.spread or ()
+    assert (logits.us, weights.us) == ([4 + 2 * (36 - 4)] * 4, [4 + 2 * (18 - 4)] * 4)
+    assert (logits.kept_bytes, weights.frees, weights.kept_bytes) == ([280] * 4, "S", None)
+    with pytest.raises(InputError, match="is one layer, whose rows alone make no stages"):
+        profile(2).replaced(layers=[head]).with_spread_head(4)
 
 
 @pytest.mark.parametrize(

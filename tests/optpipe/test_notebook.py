@@ -113,7 +113,9 @@ def test_layers_show_themselves() -> None:
 
 def test_a_trace_shows_plan_and_step() -> None:
     found = Cells(trace_of(solved(uniform(2, 3)))._repr_html_())
-    assert found.rows[0] == ["device", "bubble, planned", "bubble, measured", "peak", "peak, planned"]
+    head = ["device", "idle before + within + after, planned", "measured", "peak", "peak, planned"]
+    assert found.rows[0] == head
+    assert found.rows[1][1].count(" + ") == 2
     assert len(found.rows) == 3
     assert "svg" in found.tags
 

@@ -8,17 +8,19 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instances import uniform
 from optpipe.errors import DeadlockError, InputError, OrderError
-from optpipe.ops import Op, OpArray, Orders, orders_from_data, orders_to_data
+from optpipe.ops import DeviceOrders, Op, OpArray, Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
 from optpipe.simulate import simulate
 from optpipe.verify import find_causes, verify
+from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.build import build_schedule
 from solver.serial import known_budgets_bytes, serial_orders
 from tests.sample import examples
@@ -41,8 +43,28 @@ def vocabulary(p: int, m: int, *, barriers: int = 1, lag_us: float = 0, times: t
     return data
 
 
-def random_spread(rng: Random, *, microbatches: int | None = None) -> Data:
-    """Passes, some not on all devices, after any op or pass, with memory; gates; factors."""
+MODES = (
+    {"name": "ahead", "kept_bytes": 1, "recompute_us": 2},
+    {"name": "either", "kept_bytes": 0, "recompute_us": 1, "segment_bytes": 1},
+    {"name": "leaves", "kept_bytes": 1, "recompute_us": 1, "offload": {"bytes": 1, "offload_us": 1, "reload_us": 2}},
+)
+
+
+def random_options(rng: Random) -> Data:
+    """Choice of offload, recomputation or neither for a stage of two bytes or more."""
+    options: Data = {"activation_bytes": rng.randint(2, 4)}
+    if rng.random() < 0.6:
+        options["offload"] = {"bytes": rng.randint(1, 2), "offload_us": rng.randint(1, 3), "reload_us": 1}
+    if rng.random() < 0.5:
+        options["modes"] = rng.sample(MODES, rng.randint(1, 2))
+    return options
+
+
+def random_spread(rng: Random, *, microbatches: int | None = None, options: bool = False) -> Data:
+    """Passes, some not on all devices, after any op or pass, with memory; gates; factors.
+
+    `options`: stages may offload and recompute, and gates delay that too.
+    """
     devices = rng.randint(1, 3)
     stages, m = rng.randint(devices, 4), microbatches or rng.randint(1, 4)
     data = uniform(devices, m).to_data()
@@ -53,6 +75,8 @@ def random_spread(rng: Random, *, microbatches: int | None = None) -> Data:
         | {"backward_weight_bytes": 1}
         for s in range(stages)
     ]
+    if options:
+        data["stages"] = [stage | random_options(rng) for stage in data["stages"]]
     data["transfer_us"] = rng.choice([0, 2])
     names = ["E", "S", "T"][: rng.randint(1, 3)]
     passes: list[Data] = []
@@ -71,19 +95,23 @@ def random_spread(rng: Random, *, microbatches: int | None = None) -> Data:
             passes[names.index(freed)]["kept_bytes"] = [rng.randint(0, 3) * (us[d] > 0) for d in range(devices)]
     data["spread"] = passes
     data["gates"] = [
-        {"op": rng.choice("FB"), "stage": rng.randrange(stages), "after": [{"pass": rng.choice(names), "us": 1}]}
+        {"op": rng.choice("FBW"), "stage": rng.randrange(stages), "after": [{"pass": rng.choice(names), "us": 1}]}
         for _ in range(rng.randint(0, 2))
     ]
+    for _ in range(rng.randint(1, 4) if options else 0):
+        after = rng.choice([{"pass": rng.choice(names)}, {"op": rng.choice("FBW"), "stage": rng.randrange(stages)}])
+        gate = {"op": rng.choice("ORC"), "stage": rng.randrange(stages), "after": [after | {"us": rng.randint(0, 2)}]}
+        data["gates"].append(gate)
     if rng.random() < 0.3:
         data["microbatch_factors"] = [{"time": rng.choice([1, 2]), "bytes": rng.choice([1, 1.5])} for _ in range(m)]
     return data
 
 
-def random_problem(rng: Random, *, microbatches: int | None = None) -> Problem:
+def random_problem(rng: Random, *, microbatches: int | None = None, options: bool = False) -> Problem:
     """The next of these that does not wait in a circle."""
     while True:
         with suppress(InputError):
-            return Problem.from_data(random_spread(rng, microbatches=microbatches))
+            return Problem.from_data(random_spread(rng, microbatches=microbatches, options=options))
 
 
 TWO_DEVICES = "F0.0 F0.1 S0.0 S0.1 T0.0 T0.1 B0.0 W0.0 B0.1 W0.1", "F1.0 S1.0 F1.1 S1.1 B1.0 W1.0 T1.0 B1.1 W1.1 T1.1"
@@ -109,6 +137,23 @@ def test_times_and_memory_by_hand() -> None:
     assert (times["S0.1"], times["T0.0"], times["B1.0"]) == (13, 15, 14)
     assert schedule.value_us == 31
     assert [device.peak_bytes for device in schedule.devices] == [6, 6]
+
+
+def test_a_pass_may_wait_for_an_offload_that_makes_room() -> None:
+    """S keeps 4 bytes beside an activation of 4, which has left before it begins, whatever passes are numbered."""
+    data = uniform(1, 1, activation_bytes=4, backward_weight_bytes=0).to_data()
+    data["stages"][0]["offload"] = {"bytes": 4, "offload_us": 5, "reload_us": 5}
+    data["spread"] = [
+        {"name": "E", "us": [1]},
+        {"name": "S", "us": [1], "kept_bytes": [4], "after": [{"op": "F", "stage": 0}]},
+        {"name": "T", "us": [1], "frees": "S", "after": [{"pass": "S"}]},
+    ]
+    compute = OpArray.parse("F0.0 S0.0 E0.0 T0.0 B0.0 W0.0")
+    device = DeviceOrders(compute, OpArray.parse("O0.0"), OpArray.parse("R0.0"))
+    waits = {Op("S", 0, 0): [Op("O", 0, 0)], Op("R", 0, 0): [Op("T", 0, 0)]}
+    schedule = build_schedule(Problem.from_data(data), Orders([device], waits), 0.0, "by hand", 0.0)
+    assert [op.waits for op in schedule.devices[0].compute] == [[], ["O0.0"], [], [], [], []]
+    assert schedule.devices[0].peak_bytes_any_timing == 4
 
 
 def test_documents_and_orders_read_back() -> None:
@@ -137,6 +182,7 @@ def test_documents_and_orders_read_back() -> None:
         (lambda data: data["spread"][0].update(after=[{"pass": "T"}]), "in a circle: S after T after S"),
         (lambda data: data["gates"].append({"op": "F", "stage": 1, "after": [{"pass": "S"}]}), "in a circle: F1 after"),
         (lambda data: data["gates"][0].update(after=[{"pass": "Q"}]), "'Q'; the passes are: S, T"),
+        (lambda data: data["gates"][0].update(op="CB"), r"gates\[0\].op is 'CB': input should be 'F', 'B', 'W', 'O'"),
         (lambda data: data["gates"][0].update(stage=2), r"gates\[0\].stage is 2 of 2 stages"),
         (lambda data: data["spread"][1].update(frees="Q"), "frees is 'Q'; the passes are: S, T"),
         (lambda data: data.update(slices={"count": 2}), "for whole microbatches, but slices is given"),
@@ -150,6 +196,16 @@ def test_wrong_passes_are_refused(change: Callable[[Data], object], detail: str)
     data = vocabulary(2, 2)
     change(data)
     with pytest.raises(InputError, match=detail):
+        Problem.from_data(data)
+
+
+def test_a_gate_between_a_backward_and_its_weights_wants_a_stage_that_splits() -> None:
+    data = vocabulary(2, 2)
+    data["spread"][1]["after"].append({"op": "B", "stage": 1})
+    data["gates"].append({"op": "W", "stage": 1, "after": [{"pass": "T"}]})
+    assert Problem.from_data(data).gates
+    data["stages"][1]["split_backward"] = False
+    with pytest.raises(InputError, match="in a circle: B1 after T after B1"):
         Problem.from_data(data)
 
 
@@ -207,10 +263,100 @@ def test_wrong_orders_are_named() -> None:
         simulate(problem, orders_of(TWO_DEVICES[0].replace("S0.0 S0.1", "S0.1 S0.0"), TWO_DEVICES[1]))
 
 
+def copied_and_recomputed(gates: list[Data], kinds: str = "O R C B W") -> Schedule:
+    """One microbatch, which stage 0 offloads and recomputes unless `kinds` says otherwise, and a pass of 5 us."""
+    data = uniform(2, 1, transfer_us=1, activation_bytes=2, backward_weight_bytes=0).to_data()
+    copy = {"bytes": 1, "offload_us": 1, "reload_us": 1}
+    mode = {"name": "both", "kept_bytes": 1, "recompute_us": 1, "segment_bytes": 0, "offload": copy}
+    for stage in data["stages"]:
+        stage.update(forward_us=1, backward_input_us=1, backward_weight_us=1)
+    data["stages"][0]["modes"] = [mode]
+    data["spread"] = [{"name": "S", "us": [5, 5], "after": [{"op": "F", "stage": 1, "us": 1}]}]
+    data["gates"] = gates
+    names = kinds.split()
+    compute = ["F0.0", *(f"{kind}0.0" for kind in names if kind == "C"), "S0.0"]
+    if gates:  # which hold C back, if only through O or R
+        compute[1:] = reversed(compute[1:])
+    compute += [f"{kind}0.0" for kind in names if kind not in "ORC"]
+    copies = [OpArray.parse(" ".join(f"{kind}0.0" for kind in names if kind == one)) for one in "OR"]
+    devices = [
+        DeviceOrders(OpArray.parse(" ".join(compute)), *copies),
+        DeviceOrders(OpArray.parse("F1.0 S1.0 B1.0 W1.0")),
+    ]
+    orders = Orders(devices, modes=np.array([[1 if "O" in names else 0], [0]]))
+    return build_schedule(Problem.from_data(data), orders, 0.0, "by hand", 0.0)
+
+
+@pytest.mark.parametrize(("op", "without_us", "with_us"), [("O", 1, 11), ("R", 2, 11), ("C", 3, 11)])
+def test_gates_delay_copies_and_recomputation(op: str, without_us: float, with_us: float) -> None:
+    """F0 ends at 1, F1 at 3; S of device 0 runs from 4 to 9, or behind C: and 2 us after its end the gate is open."""
+
+    def start_us(schedule: Schedule) -> float:
+        device = schedule.devices[0]
+        return next(
+            one.start_us for ops in (device.compute, device.offload, device.reload) for one in ops if one.op == op
+        )
+
+    gate = {"op": op, "stage": 0, "after": [{"pass": "S", "us": 2}]}
+    assert start_us(copied_and_recomputed([])) == without_us
+    gated = copied_and_recomputed([gate])
+    assert start_us(gated) == with_us
+    early = gated.to_data()
+    early["problem"]["gates"][0]["after"][0]["us"] = 3
+    assert ("dependency", f"{op}0.0") in {(one.rule, one.where) for one in verify(Schedule.from_data(early)).violations}
+
+
+def test_a_gate_of_an_op_that_is_not_there_delays_nothing() -> None:
+    """A microbatch that is kept has no op to delay, and one that is recomputed within its backward none called C."""
+    gates = [{"op": op, "stage": 0, "after": [{"pass": "S", "us": 50}]} for op in "ORC"]
+    kept = copied_and_recomputed(gates, "B W")
+    assert kept.value_us == copied_and_recomputed([], "B W").value_us < 50
+    inside = copied_and_recomputed([gates[2]], "O R CB W")
+    assert inside.value_us == copied_and_recomputed([], "O R CB W").value_us < 50
+    never = vocabulary(2, 2)
+    never["gates"] += [{"op": op, "stage": 1, "after": [{"op": "B", "stage": 0}]} for op in "ORC"]
+    problem = Problem.from_data(never)
+    floor = serial_orders(problem)
+    assert floor is not None
+    assert simulate(problem, floor).value_us == simulate(Problem.from_data(vocabulary(2, 2)), floor).value_us
+
+
+@pytest.mark.parametrize("op", ["O", "R", "C"])
+def test_gates_of_ops_that_could_never_run_are_refused(op: str) -> None:
+    """A backward waits for what it needs: none of it may wait for the backward, nor for a pass behind that."""
+    data = copied_and_recomputed([]).problem.to_data()
+    data["spread"].append({"name": "T", "us": [1, 0], "after": [{"op": "B", "stage": 0}]})
+    data["gates"] = [{"op": op, "stage": 0, "after": [{"pass": "T"}]}]
+    with pytest.raises(InputError, match="spread and gates wait in a circle: "):
+        Problem.from_data(data)
+
+
+def test_what_only_some_microbatches_wait_for_frees_nothing() -> None:
+    """T comes after S where stage 0 reloads, not where it keeps."""
+    data = copied_and_recomputed([{"op": "R", "stage": 0, "after": [{"pass": "S"}]}]).problem.to_data()
+    data["spread"][0]["kept_bytes"] = [1, 1]
+    data["spread"].append({"name": "T", "us": [1, 1], "frees": "S", "after": [{"op": "B", "stage": 0}]})
+    with pytest.raises(InputError, match="T does not come after it"):
+        Problem.from_data(data)
+
+
+def test_a_gated_reload_takes_memory_behind_the_pass_that_it_waits_for() -> None:
+    """Whatever the timing, R comes after S of its own device, whose workspace it would exceed the budget beside."""
+    gate = {"op": "R", "stage": 0, "after": [{"pass": "S"}]}
+    schedule = copied_and_recomputed([gate])
+    data = schedule.problem.to_data()
+    data["spread"][0]["workspace_bytes"] = [7, 7]
+    compute, offload, reload = schedule.orders.devices[0].streams()
+    waits = {Op("S", 0, 0): [Op("O", 0, 0)]}
+    for gates, peak in (([], 8), ([gate], 7)):
+        problem = Problem.from_data(data | {"gates": gates})
+        assert worst_case_peak_bytes(problem, (compute, offload, reload), waits, schedule.orders.modes) == peak
+
+
 @settings(max_examples=examples(150))
-@given(st.integers(0, 10**6))
-def test_the_floor_of_any_problem_is_valid(seed: int) -> None:
-    problem = random_problem(Random(seed))
+@given(st.integers(0, 10**6), st.booleans())
+def test_the_floor_of_any_problem_is_valid(seed: int, options: bool) -> None:
+    problem = random_problem(Random(seed), options=options)
     orders = serial_orders(problem)
     assert orders is not None
     schedule = build_schedule(problem, orders, 0.0, "floor", 0.0)

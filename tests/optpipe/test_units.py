@@ -26,6 +26,7 @@ from optpipe.units import (
     ("time_us", "text"),
     [
         (0, "0 µs"),
+        (-3.6e-12, "0 µs"),
         (-1e9, "-1,000 s"),
         (float("inf"), "inf s"),
         (151, "151.0 µs"),
@@ -40,7 +41,8 @@ def test_times(time_us: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "text"), [(0, "0 B"), (400, "400 B"), (1609728, "1.54 MiB"), (2**34, "16.0 GiB")]
+    ("size_bytes", "text"),
+    [(0, "0 B"), (400, "400 B"), (1609728, "1.54 MiB"), (2**34, "16.0 GiB"), (-24_000, "-23.4 KiB")],
 )
 def test_sizes(size_bytes: int, text: str) -> None:
     assert bytes_text(size_bytes) == bytes_text(size_bytes, memory_unit(size_bytes)) == text
@@ -49,7 +51,7 @@ def test_sizes(size_bytes: int, text: str) -> None:
 def test_times_that_are_compared_have_one_unit() -> None:
     assert times_text([None, 2500, 400]) == ["-", "2.500 ms", "0.400 ms"]
     assert [change_text(other, 2) for other in (2.0004, 1, 3)] == ["the same", "-50.0 %", "+50.0 %"]
-    assert [difference_text(time_us) for time_us in (2500, -400, 0)] == ["+2.500 ms", "-400.0 µs", "0 µs"]
+    assert [difference_text(time_us) for time_us in (2500, -400, 1e-12)] == ["+2.500 ms", "-400.0 µs", "0 µs"]
 
 
 def test_what_is_left_of_a_budget() -> None:
@@ -62,7 +64,7 @@ def test_what_is_left_of_a_budget() -> None:
 
 
 def test_sizes_in_a_larger_unit() -> None:
-    assert bytes_text(2**29, memory_unit(2**30)) == "0.50 GiB"
+    assert [bytes_text(size, memory_unit(2**30)) for size in (2**29, 2**20)] == ["0.50 GiB", "0 GiB"]
 
 
 @pytest.mark.parametrize(

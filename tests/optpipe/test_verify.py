@@ -19,7 +19,8 @@ from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
 from optpipe.simulate import simulate
-from optpipe.verify import _Verifier, find_cycle, verify
+from optpipe.verify import _Verifier, verify
+from optpipe.verify.order import find_cycle
 from solver.build import build_schedule
 from tests.problems import problems
 from tests.random_plans import random_orders
@@ -247,7 +248,7 @@ def test_a_wait_for_a_microbatch_that_is_not_there_is_not_taken_for_another() ->
     data = build_schedule(problem, orders, 0.0, "by hand", 0).to_data()
     compute(data, 0, 0)["waits"] = ["F0.2"]  # F1.0, if microbatches were counted on into the next stage
     [violation] = verify(Schedule.from_data(data)).violations
-    assert str(violation) == "F0.0 at 0 us: waits for F0.2, which is not in the schedule. [wait]"
+    assert str(violation) == "F0.0 at 0 µs: waits for F0.2, which is not in the schedule. [wait]"
 
 
 def test_channel_orders_of_transfers_without_length_follow_their_waits() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.api.harness import client, idle, idle_settings, idle_url, service_settings, service_url
-from tests.postgresql import database_url, postgresql, settings, store
+from tests.postgresql import database_url, settings, store
 
 __all__ = [
     "client",
@@ -11,7 +11,6 @@ __all__ = [
     "idle",
     "idle_settings",
     "idle_url",
-    "postgresql",
     "service_settings",
     "service_url",
     "settings",

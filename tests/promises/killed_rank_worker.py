@@ -76,8 +76,8 @@ def killed_in(op: Callable[..., Any], step: int) -> Callable[..., Any]:
 def half_written(step: int) -> Callable[..., Any]:
     write = Disk.write_tensors
 
-    def killed(disk: Disk, path: Path, tensors: Any) -> Any:
-        written = write(disk, path, tensors)
+    def killed(disk: Disk, path: Path, *contents: Any) -> Any:
+        written = write(disk, path, *contents)
         if path.parent.name.endswith(f"{step:010d}"):
             os.truncate(path, written.size_bytes // 2)
             end()

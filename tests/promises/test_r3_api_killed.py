@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -14,14 +15,22 @@ import pytest
 from api.settings import Settings
 from optpipe.client import Client
 from optpipe.client.connection import Event
-from tests.api.harness import PROBLEM, STEP_VALUES_US, Stepwise, api_process, at_once, body, working
+from tests.api.harness import PROBLEM, STEP_VALUES_US, ApiProcess, Stepwise, api_process, at_once, body, working
 
 SUBMITTERS = 8
+
+Serve = Callable[[], AbstractContextManager[ApiProcess]]
+
+
+@pytest.fixture
+def serve(settings: Settings, free_tcp_port: int, tmp_path: Path, forked_services: Path) -> Serve:
+    """Start the service, always on the same port."""
+    return lambda: api_process(settings, free_tcp_port, tmp_path, forked_services / "python")
 
 
 @pytest.mark.parametrize(("known", "code", "status"), [(False, 202, "queued"), (True, 200, "succeeded")])
 def test_every_accepted_job_is_there_after_a_kill(
-    settings: Settings, free_tcp_port: int, tmp_path: Path, known: bool, code: int, status: str
+    settings: Settings, serve: Serve, known: bool, code: int, status: str
 ) -> None:
     accepted: list[str] = []
     enough = threading.Event()
@@ -38,7 +47,7 @@ def test_every_accepted_job_is_there_after_a_kill(
                 if len(accepted) > 40:
                     enough.set()
 
-    with api_process(settings, free_tcp_port, tmp_path) as api, ThreadPoolExecutor(SUBMITTERS) as submitters:
+    with serve() as api, ThreadPoolExecutor(SUBMITTERS) as submitters:
         if known:
             with working(settings, at_once):
                 assert httpx.post(f"{api.url}/v1/schedules?wait=30", json=body()).json()["status"] == "succeeded"
@@ -47,23 +56,23 @@ def test_every_accepted_job_is_there_after_a_kill(
         api.kill()
         for one in submitting:
             one.result()
-    with api_process(settings, free_tcp_port, tmp_path) as api, httpx.Client(base_url=api.url, timeout=90) as client:
+    with serve() as api, httpx.Client(base_url=api.url, timeout=90) as client:
         assert len(set(accepted)) == len(accepted) > 40
         for job_id in accepted:
             assert client.get(f"/v1/schedules/{job_id}").json()["status"] == status
             assert client.get(f"/v1/schedules/{job_id}/schedule").is_success is known
 
 
-def test_a_stream_resumes_without_a_gap(settings: Settings, free_tcp_port: int, tmp_path: Path) -> None:
+def test_a_stream_resumes_without_a_gap(settings: Settings, serve: Serve) -> None:
     restarted = threading.Event()
     with working(settings, Stepwise(restarted.is_set)):
-        with api_process(settings, free_tcp_port, tmp_path) as api:
+        with serve() as api:
             client = Client(api.url)
             job = client.submit(PROBLEM)
             seen, follower = _follow(client, job.id)
             _wait_until(lambda: any(event.data["value_us"] == STEP_VALUES_US[0] for event in seen))
             api.kill()
-        with api_process(settings, free_tcp_port, tmp_path):
+        with serve():
             restarted.set()
             follower.join(60)
             assert not follower.is_alive()

@@ -13,6 +13,8 @@ from api.app import create_app
 from api.settings import Settings
 from tests.api.harness import body, client_of, listening
 
+pytestmark = pytest.mark.usefixtures("forked_pool")
+
 CLIENTS, SUBMISSIONS = 50, 10
 
 

@@ -13,7 +13,7 @@ from solver.limits import Limits
 from solver.process import solve_in_child
 from tests.promises.harness import heard
 
-LIMIT_S = 10.0
+LIMIT_S = 6.0
 """Enough for something better than what is published, also on a busy machine."""
 
 

@@ -57,7 +57,7 @@ def test_what_leaves_and_comes_back_at_one_instant_is_on_the_host() -> None:
             schedule = build_schedule(problem, orders, 0.0, "by hand", 0.0)
             assert verify(schedule).host_peak_bytes == 2
         else:
-            with pytest.raises(VerificationError, match=f"host at 0 us: holds 2 bytes of {limit}"):
+            with pytest.raises(VerificationError, match=f"host at 0 µs: holds 2 B of {limit} B"):
                 build_schedule(problem, orders, 0.0, "by hand", 0.0)
         for method in ("cp-sat", "milp"):
             if fits:
@@ -73,7 +73,7 @@ def test_a_budget_holds_under_any_timing() -> None:
     assert over_budget(problem, orders) == [(0, 4, 3)]
     assert peak_budgets(problem, orders) == [4]
     assert not within_budgets(problem, orders, simulate(problem, orders))
-    with pytest.raises(VerificationError, match=r"by hand answered with an invalid schedule: .* 4 bytes of 3"):
+    with pytest.raises(VerificationError, match=r"by hand answered with an invalid schedule: .* 4 B of 3 B"):
         build_schedule(problem, orders, 0.0, "by hand", 0.0)
 
 

@@ -23,6 +23,8 @@ MODES = recomputing(4, 8, offload=HALF)
 FREE = unequal(3, 6, microbatch_factors=times(*[1, 2] * 3), microbatch_order="free")
 SLICED = unequal(3, 6, 30, slices={"count": 2, "factors": {"forward": [1, 2]}})
 SPREAD = Problem.from_data(vocabulary(3, 6))
+FROZEN = uniform(3, 6)
+FROZEN = FROZEN.replaced(stages=[FROZEN.stages[0].replaced(backward="none"), *FROZEN.stages[1:]])
 PROBLEMS = [
     uniform(3, 6, budget=8, offload=HALF),
     uniform(3, 6, v_shape=True),
@@ -31,6 +33,7 @@ PROBLEMS = [
     SLICED,
     SPREAD,
     v_blocks(2, 4, 2),
+    FROZEN,
 ]
 
 

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
+from numba.core.caching import UserProvidedCacheLocator
 
 import solver
 from solver import kernels
@@ -91,6 +93,23 @@ def test_marks_of_other_sources_are_forgotten_with_their_kernels(folder: Path, m
     assert not before.exists()
     assert kernels.is_marked("search")
     assert kernels.is_marked("fresh")
+
+
+def test_a_process_with_a_cache_of_its_own_forgets_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, beside, own = tmp_path / "kernel.py", tmp_path / "__pycache__", tmp_path / "own"
+    source.touch()
+    beside.mkdir()
+    shared = beside / "kernel.answer-1.py311.nbi"
+    shared.touch()
+    assert list(kernels._indexes(source)) == [shared]
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(own))
+    locator = UserProvidedCacheLocator.from_function(kernels._indexes, str(source))
+    private = Path(locator.get_cache_path()) / shared.name
+    private.parent.mkdir(parents=True, exist_ok=True)
+    private.touch()
+    assert list(kernels._indexes(source)) == [private]
 
 
 def test_where_nothing_can_be_written_nobody_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

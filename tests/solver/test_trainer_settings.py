@@ -15,7 +15,9 @@ from solver.build import build_schedule
 from solver.microbatch_orders import in_order, with_own_numbers
 from solver.published.interleaved import interleaved_1f1b
 from solver.published.one_stage import one_f_one_b as fused
+from solver.solve import solve
 from solver.trainer_settings import Setting, Trainer, nearest_settings, pipeline_settings
+from tests.optpipe.test_spread import vocabulary
 from tests.recomputing import one_f_one_b, recomputing, with_frozen
 from tests.sliced_schedules import seq1f1b_schedule
 from tests.unequal import times, unequal
@@ -41,6 +43,13 @@ def schedule(budget: int | None, **stage: Any) -> Schedule:
     """1F1B that recomputes ahead, on blocks of four layers a stage, in which every op takes 1 us."""
     problem = recomputing(P, M, MODES, budget, **stage)
     return build_schedule(problem, one_f_one_b(problem, lambda _s, _i: "C BW"), 0.0, "by hand", 0.0)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_spread_passes_are_refused(trainer: Trainer) -> None:
+    given = solve(Problem.from_data(vocabulary(2, 4)), "vocab-2")
+    with pytest.raises(InputError, match=r"spread has S, T, but .* runs no passes of all devices\. Maybe train with"):
+        nearest_settings(given, trainer)
 
 
 def by_mode(found: list[Setting]) -> dict[str, Setting]:
@@ -123,6 +132,14 @@ def test_full_recomputation_of_megatron_needs_equal_stages(cut: str, layers: str
     assert (full and full.settings[-1]) == (layers and f"--recompute-num-layers {layers}")
 
 
+def test_megatron_recomputes_multi_token_prediction_layer_by_layer() -> None:
+    for name, whole in (("a model, cut 4,3,3,4", True), ("a model, mtp1, cut 4,3,3,4", False)):
+        problem = Problem.from_data(recomputing(P, M, MODES).to_data() | {"name": name})
+        given = build_schedule(problem, one_f_one_b(problem, lambda _s, _i: "BW"), 0.0, "by hand", 0.0)
+        modes = by_mode(nearest_settings(given, "megatron"))
+        assert ("full" in modes, "selective-1" in modes, "selective" in modes) == (whole, whole, True)
+
+
 def test_flags_of_the_pipeline_itself() -> None:
     def named(stages: int, name: str) -> Problem:
         data = uniform(2, 4).to_data()
@@ -133,7 +150,9 @@ def test_flags_of_the_pipeline_itself() -> None:
     assert pipeline_settings(named(4, "x"), "megatron") == [size, "--num-virtual-stages-per-pipeline-rank 2"]
     layout = "--pipeline-model-parallel-layout Et|(tt|)*2tL"
     assert pipeline_settings(named(4, "x, cut 2,2,2,2"), "megatron") == [size, layout]
-    assert pipeline_settings(named(4, "x, mtp1, cut 2,2,2,2"), "megatron") == [size, layout[:-1] + "mL"]
+    assert pipeline_settings(named(4, "x, mtp1, cut 2,2,2,3"), "megatron") == [size, layout[:-1] + "mL"]
+    alone = "--pipeline-model-parallel-layout Et|tt|m|L"
+    assert pipeline_settings(named(4, "x, mtp1, cut 2,2,1,1"), "megatron") == [size, alone]
     assert pipeline_settings(named(2, "x"), "torchtitan") == ["--parallelism.pipeline_parallel_degree 2"]
 
 

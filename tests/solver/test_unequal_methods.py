@@ -1,4 +1,4 @@
-"""Methods on slices, unequal microbatches and a free order: each is right, or names what to use instead."""
+"""Methods on slices, unequal microbatches, a free order and passes: each is right, or names what to use instead."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.solve import solve
 from solver.warm_starts import repeated_published
+from tests.optpipe.test_spread import vocabulary
 from tests.recomputing import recomputing
 from tests.unequal import times, unequal
 
 PROBLEMS = {
     "slices": unequal(2, 4, slices={"count": 2}),
-    "costs of units": unequal(2, 4, microbatch_factors=times(1, 2, 3, 1)),
-    "free order": unequal(2, 4, microbatch_factors=times(1, 2, 3, 1), microbatch_order="free"),
+    "costs of units": unequal(2, 4, microbatch_factors=times(1, 2, 1, 2)),
+    "free order": unequal(2, 4, microbatch_factors=times(1, 2, 1, 2), microbatch_order="free"),
+    "spread passes": Problem.from_data(vocabulary(2, 4, lag_us=1)),
     "both": unequal(2, 2, microbatch_factors=times(1, 2), slices={"count": 2, "factors": {"forward": [1, 2]}}),
 }
 
@@ -38,6 +40,7 @@ def test_published_schedules_are_valid_or_refused_by_name(name: str, problem: st
         "slices": chosen.slice_count > 1,
         "costs of units": chosen.has_factors,
         "free order": chosen.has_free_order,
+        "spread passes": bool(chosen.spread),
     }
     able = method.takes.issuperset(feature for feature, needed in needs.items() if needed)
     try:
@@ -46,19 +49,26 @@ def test_published_schedules_are_valid_or_refused_by_name(name: str, problem: st
         if not able:
             text = str(error)
             assert text.startswith(name)
-            assert any(other in text.split("Maybe use one of ")[1] for other in ("gpipe", "1f1b"))
+            assert any(other in text.split("Maybe use one of ")[1] for other in ("gpipe", "1f1b", "vocab-2"))
     else:
         assert able
         assert verify(schedule).ok
         assert schedule.bound_us <= schedule.value_us
 
 
-def test_searches_that_know_nothing_of_units_refuse_them() -> None:
-    for name, method in METHODS.items():
-        for feature, problem in PROBLEMS.items():
-            if method.search and feature != "both" and feature not in method.takes:
-                with pytest.raises(MethodError, match=f"^{name} "):
-                    solve(problem, name, Limits(time_limit_s=10))
+@pytest.mark.parametrize("feature", [feature for feature in PROBLEMS if feature != "both"])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.search])
+def test_every_search_takes_a_feature_or_refuses_it(name: str, feature: str) -> None:
+    """A search that takes the problem improves on one microbatch at a time, by a valid schedule."""
+    problem, limits = PROBLEMS[feature], Limits(workers=1, deterministic_limit=0.1)
+    if feature not in METHODS[name].takes:
+        with pytest.raises(MethodError, match=f"^{name} "):
+            solve(problem, name, limits)
+        return
+    schedule, floor = solve(problem, name, limits), serial_orders(problem)
+    assert floor is not None
+    assert verify(schedule).ok
+    assert schedule.bound_us <= schedule.value_us < simulate(problem, floor).value_us
 
 
 ALIKE = {

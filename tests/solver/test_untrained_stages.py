@@ -77,6 +77,29 @@ def test_orders_are_valid_and_no_bound_is_above_the_optimum(seed: int) -> None:
         assert other.value_us == pytest.approx(value_us)
 
 
+@pytest.mark.parametrize("objective", ["makespan", "device_span"])
+def test_no_chain_of_blocks_goes_back_through_stages_without_a_backward(objective: str) -> None:
+    """One microbatch alone, one op after the other: 3 us of F, a transfer each way along the V, and 4 us of BW."""
+    times = {"forward_us": 1, "backward_input_us": 2, "backward_weight_us": 2}
+    stage = times | {"activation_bytes": 1, "backward_weight_bytes": 1}
+    problem = Problem.from_data(
+        {
+            "format": "optpipe.problem/1",
+            "microbatches": 1,
+            "objective": objective,
+            "transfer_us": 5,
+            "devices": [{"memory_bytes": None}] * 2,
+            "stages": [
+                stage | {"device": 0, "backward": "none"},
+                stage | {"device": 1, "backward": "none"},
+                stage | {"device": 0},
+            ],
+            "overlaps": [{"forward_stage": 2, "backward_stage": 2, "us": 4}],
+        }
+    )
+    assert lower_bound_us(problem) <= solve(problem, "auto", WORK).value_us == 17
+
+
 @pytest.mark.parametrize("seed", some(range(40)))
 def test_lists_are_valid_and_end_as_planned(seed: int) -> None:
     problem = random_frozen(seed, alike=True)

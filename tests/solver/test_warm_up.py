@@ -11,9 +11,11 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 from instances import instance
+from optpipe.problem import Problem
 from solver import kernels, warm_up
 from solver.limits import Limits
 from solver.solve import solve
+from tests.optpipe.test_spread import vocabulary
 
 
 def signatures() -> dict[str, int]:
@@ -45,6 +47,7 @@ def test_leaves_no_kernel_to_compile() -> None:
     for method in ("auto", "pattern", "search"):
         for problem in (instance("d-p4-m8-o1-mo1-b1o2-vshape-make"), instance("zb-1.5b-p8-m24-mem2")):
             solve(problem, method, Limits(workers=1, deterministic_limit=0.05))
+    solve(Problem.from_data(vocabulary(2, 4)), "search", Limits(workers=1, deterministic_limit=0.05))
     assert signatures() == before
 
 

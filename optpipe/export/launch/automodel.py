@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
+from optpipe.cluster.families import FAMILIES
+from optpipe.cluster.model import Model
 from optpipe.errors import InputError, Issue
 from optpipe.export.launch import LaunchFiles
-from optpipe.export.launch.reading import Launch
+from optpipe.export.launch.reading import Launch, Pipeline
 from optpipe.export.launch.text import config_json, header, script
 
 OTHER_MODULES = ("gpt2", "gpt_neox", "bloom", "falcon", "opt")
@@ -26,8 +28,8 @@ ROTARY = "model.rotary_emb"
 def files(launch: Launch) -> LaunchFiles:
     """The YAML, the script, and the model's configuration where the hub has none."""
     _refuse(launch)
-    best, runs = launch.best, launch.in_loops(offloads=False)
-    lost = [*launch.lost_in_loops(runs), *_lost(launch)]
+    best, runs = launch.best, launch.in_loops(offloads=False, cuts_prediction=False)
+    lost = [*launch.lost_in_loops(runs), *_lost(launch, runs)]
     distributed: dict[str, object] = {
         "strategy": "fsdp2",
         "dp_size": None,
@@ -113,7 +115,7 @@ def _refuse(launch: Launch) -> None:
     elif launch.has_experts and best.tp > 1:
         detail = f"is {best.tp}, but models with experts take tensor parallelism with pretrained weights alone."
         field, detail = "tp", f"{detail} Maybe plan with --tp 1."
-    elif model.predicted_tokens and best.cp > 1 and best.pp > 1:
+    elif _predicts(model) and best.cp > 1 and best.pp > 1:
         detail = f"is {best.cp}, which excludes multi-token prediction in a pipeline."
         field, detail = "cp", f"{detail} Maybe plan with --cp 1."
     elif best.overlap == "yes":
@@ -132,8 +134,17 @@ def _refuse(launch: Launch) -> None:
         raise InputError([Issue(f"best.{field}", "cannot_run", f"{detail}")])
 
 
-def _lost(launch: Launch) -> Iterator[str]:
-    best = launch.best
+def _predicts(model: Model) -> bool:
+    """True if its class may have layers of multi-token prediction. Those of the known families have none."""
+    return model.predicted_tokens > 0 and model.model_type not in FAMILIES
+
+
+def _lost(launch: Launch, runs: Pipeline) -> Iterator[str]:
+    best, model = launch.best, launch.model
     yield from launch.lost_by_fsdp()
+    if _predicts(model) and {*launch.stages_of_prediction(runs.cut)} != {len(runs.cut) - 1}:
+        yield "cut: multi-token prediction runs in the last stage, with the head"
+    elif model.predicted_tokens and not _predicts(model):
+        yield f"layers of multi-token prediction ({model.predicted_tokens}): its class of {model.model_type} has none"
     if best.precision == "fp4":
         yield "precision: fp4 is not set: products run in 16 bits, slower"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from optpipe.cluster.model import FAMILIES, Fields, Model
+from optpipe.cluster.families import FAMILIES, Fields
+from optpipe.cluster.model import Model
 from optpipe.errors import InputError, Issue
 from optpipe.export.launch import LaunchFiles
 from optpipe.export.launch.reading import Launch, Pipeline
@@ -117,7 +118,8 @@ def _model(launch: Launch) -> Iterator[str]:
             "bridge or --to automodel, which build models from their config.json."
         )
         raise InputError([Issue("model", "cannot_run", detail)])
-    fields, family = Fields(config, "config"), FAMILIES[model.model_type]
+    family = FAMILIES[model.model_type]
+    fields = Fields(family.seen(config), "config")
     attention = model.layers[0].attention
     dense = [layer.feed_forward.width for layer in model.layers if not layer.feed_forward.experts]
     width = dense[0] if dense else fields.size("intermediate_size", model.layers[0].feed_forward.width)

@@ -6,15 +6,18 @@ Most trainers run 1F1B or interleaved 1F1B with all activations treated alike: `
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
 from optpipe.cluster.model import Model, named_models, read_model
-from optpipe.cluster.strategy import Overlap, Precision, Recompute, Sharding, Strategy, require_legal
+from optpipe.cluster.rules import Rules
+from optpipe.cluster.strategy import Offload, Overlap, Precision, Recompute, Sharding, Strategy, Vocabulary
 from optpipe.document import Document
 from optpipe.errors import InputError, Issue
 from optpipe.export.megatron_layout import layout_text
@@ -80,6 +83,8 @@ class Best(_Part):
     recompute: Recompute
     precision: Precision
     overlap: Overlap = "no"
+    offload: Offload = "no"
+    vocabulary: Vocabulary = "last"
     schedule: str
     seconds: Seconds
     placement: str
@@ -108,7 +113,8 @@ class PlanDocument(_Part):
 class Pipeline:
     """Stages and order of a trainer. `cut`: layers of each stage, the embedding and the head among them.
 
-    `overlap`: exchanges of experts hide behind compute of other microbatches.
+    `overlap`: exchanges of experts hide behind compute of other microbatches. `recut`: why the plan's cut is not taken,
+    empty where it is.
     """
 
     cut: Sequence[int]
@@ -117,6 +123,12 @@ class Pipeline:
     offload: bool
     overlap: bool
     seconds: float
+    recut: str = ""
+
+
+def no_offload(why: str) -> Issue:
+    """A plan with offload of all activations where none is run, and why."""
+    return Issue("best.offload", "cannot_run", f"is yes, but {why}. Maybe plan with --offload no.")
 
 
 @dataclass(frozen=True)
@@ -136,12 +148,15 @@ class Launch:
         if best is None:
             detail = "is null: no strategy of this plan fits. Maybe plan for more GPUs."
             raise InputError([Issue("best", "nothing_fits", detail)], source)
+        if best.vocabulary == "spread":
+            detail = "is spread, but no trainer except optpipe train runs the passes of an output layer on all devices."
+            raise InputError([Issue("best.vocabulary", "cannot_run", f"{detail} Maybe --vocabulary last,own.")], source)
         model = read_model(read.config, read.model, source)
         for name, cut, virtual in (
             ("cut", best.cut, best.vpp),
             ("published.cut", best.published.cut, best.published.vpp),
         ):
-            layers = len(model.layers) + 2
+            layers = len(model.stack) + 2
             if len(cut) != best.pp * virtual or sum(cut) != layers:
                 detail = (
                     f"has {sum(cut)} layers in {len(cut)} stages, but pp x vpp = {best.pp * virtual} stages divide "
@@ -160,8 +175,9 @@ class Launch:
             precision=best.precision,
             sharding=best.sharding,
             overlap=best.overlap,
+            offload=best.offload,
         )
-        require_legal(strategy, model, read.gpus, read.gpus_per_node, read.sequence, read.global_batch)
+        Rules(model, read.gpus, read.gpus_per_node, read.sequence, read.global_batch).require(strategy)
         return cls(read, best, model, strategy)
 
     @property
@@ -198,18 +214,19 @@ class Launch:
             f"{plan.global_batch:,} a step: {' '.join(degrees)} vpp{virtual}."
         )
 
-    def in_loops(self, *, offloads: bool = True) -> Pipeline:
+    def in_loops(self, *, offloads: bool = True, cuts_prediction: bool = True) -> Pipeline:
         """The nearest in the order of 1F1B or interleaved 1F1B, with stages in loops over the devices.
 
         The plan's own cut where it has room in this order, of trainers without offload where nothing leaves; else, or
-        if that is faster, the even cut of the published schedule. Raises InputError where the strategy has no schedule
-        with stages in loops.
+        if that is faster, the even cut of the published schedule. `cuts_prediction`: the trainer may have layers of
+        multi-token prediction in a stage of their own, though all in one. Raises InputError where the strategy has no
+        schedule with stages in loops.
         """
         best, published = self.best, self.best.published
         fixed = best.in_1f1b
         published_s = published.seconds if published.schedule in IN_LOOPS else inf
-        has_room = fixed is not None and not fixed.short_bytes and (offloads or fixed.activations != OFFLOAD)
-        if fixed is not None and has_room and fixed.seconds <= published_s:
+        recut = self._recut(fixed, published_s, offloads=offloads, cuts_prediction=cuts_prediction)
+        if fixed is not None and not recut:
             recompute: Recompute = "none" if fixed.activations in (KEPT, OFFLOAD) else "full"
             order = "interleaved-1f1b" if best.vpp > 1 else "1f1b"
             offload, overlap = fixed.activations == OFFLOAD, fixed.overlap == "yes"
@@ -219,10 +236,32 @@ class Launch:
             detail += "--schedule 1f1b,interleaved-1f1b"
             detail += ", or export --to torchtitan, which runs the plan's own order." if best.schedule_file else "."
             raise InputError([Issue("best.published.schedule", "cannot_run", detail)])
-        overlap = best.overlap == "yes"
+        overlap, offload = best.overlap == "yes", best.offload == "yes"
+        if offload and not offloads:
+            raise InputError([no_offload("this trainer has none")])
         return self._checked(
-            Pipeline(published.cut, published.schedule, published.recompute, False, overlap, published.seconds)
+            Pipeline(published.cut, published.schedule, published.recompute, offload, overlap, published.seconds, recut)
         )
+
+    def _recut(self, fixed: InOrder | None, published_s: float, *, offloads: bool, cuts_prediction: bool) -> str:
+        """Why the plan's cut cannot be run in 1F1B or interleaved 1F1B, or is slower than the even one; else empty."""
+        if fixed is None:
+            return "its stages are on a V (plan with --schedule 1f1b,interleaved-1f1b for others)"
+        predicted = self.stages_of_prediction(self.best.cut)
+        if cuts_prediction and len(set(predicted)) > 1:
+            return "its layers of multi-token prediction are in several stages"
+        if not cuts_prediction and any(predicted.count(stage) == self.best.cut[stage] for stage in predicted):
+            return "a stage of it has multi-token prediction alone"
+        if fixed.short_bytes:
+            return f"a device lacks {bytes_text(fixed.short_bytes)} with it in this order"
+        if fixed.seconds > published_s:
+            return f"with it a step takes {time_text(fixed.seconds * 1e6)} in this order"
+        return "" if offloads or fixed.activations != OFFLOAD else "it needs offload in this order"
+
+    def stages_of_prediction(self, cut: Sequence[int]) -> list[int]:
+        """Stage of each layer of multi-token prediction."""
+        first, ends = 1 + len(self.model.layers), [*accumulate(cut)]
+        return [bisect_right(ends, first + token) for token in range(self.model.predicted_tokens)]
 
     def _checked(self, runs: Pipeline) -> Pipeline:
         """The pipeline. Raises InputError for interleaved 1F1B of fewer microbatches than devices, and for blocks with
@@ -247,10 +286,20 @@ class Launch:
         return layout_text(cut, predicted=self.model.predicted_tokens)
 
     def modules(self, cut: Sequence[int], names: tuple[str, str, str, str]) -> list[list[str]]:
-        """Modules of each stage by the names of embedding, layers, last norm and head."""
+        """Modules of each stage by the names of embedding, layers, last norm and head.
+
+        Those of multi-token prediction are left out. Raises InputError for a stage of nothing else.
+        """
         embedding, layers, norm, head = names
-        every = iter([embedding, *(f"{layers}.{k}" for k in range(len(self.model.layers))), head])
-        stages = [[next(every) for _ in range(size)] for size in cut]
+        numbers = range(len(self.model.layers))
+        every = iter([embedding, *(f"{layers}.{k}" for k in numbers), *[""] * self.model.predicted_tokens, head])
+        stages = [[module for _ in range(size) if (module := next(every))] for size in cut]
+        if [] in stages:
+            detail = (
+                f"gives stage {stages.index([])} multi-token prediction alone, which this trainer does not cut off."
+            )
+            maybe = " Maybe plan with --vocabulary last, or export --to megatron."
+            raise InputError([Issue("best.cut", "cannot_run", detail + maybe)])
         stages[-1].insert(-1, norm)
         return stages
 
@@ -273,15 +322,9 @@ class Launch:
             f"the plan's {planned} ({runs.seconds / best.seconds - 1:+.1%})"
         )
         if runs.cut != best.cut:
-            why = "its stages are on a V (plan with --schedule 1f1b,interleaved-1f1b for others)"
-            if (fixed := best.in_1f1b) is not None:
-                why = "it needs offload in this order"
-                if fixed.short_bytes:
-                    why = f"a device lacks {bytes_text(fixed.short_bytes)} with it in this order"
-                elif fixed.seconds > runs.seconds:
-                    why = f"with it a step takes {time_text(fixed.seconds * 1e6)} in this order"
             stages = count_text(len(runs.cut) // best.pp, "stage")
-            yield f"cut: even, with {stages} a device in place of the plan's {best.vpp}, since {why}"
+            how = "even" if runs.cut[-1] > 1 else "even but for the output layer's own stage"
+            yield f"cut: {how}, with {stages} a device in place of the plan's {best.vpp}, since {runs.recut}"
         if best.overlap == "yes" and not runs.overlap:
             yield "overlap: no room for blocks in this order, so exchanges of experts are not hidden"
         moved = best.activations

@@ -12,7 +12,7 @@ from dataclasses import replace
 from optpipe.cluster.model import Model, load_model
 from optpipe.errors import InputError, Issue
 from optpipe.export.launch import LaunchFiles
-from optpipe.export.launch.reading import Launch
+from optpipe.export.launch.reading import Launch, no_offload
 from optpipe.export.launch.text import header, script
 
 CONFIGS: Mapping[str, str] = {
@@ -151,6 +151,8 @@ def _refuse(launch: Launch) -> None:
     elif groups % best.tp:
         detail = f"is {best.tp}, which does not divide the {groups} key and value heads. Maybe plan with --tp {groups}."
         field = "tp"
+    elif best.offload == "yes" and best.schedule_file is None:
+        raise InputError([no_offload("torchtitan offloads by a schedule file alone, which the plan has not")])
     elif best.schedule_file is None and best.pp > 1 and best.published.schedule not in SCHEDULES:
         field, detail = "published.schedule", f"is {best.published.schedule}, which torch has no name for. Maybe plan "
         detail += "with a longer --time-limit, so that there is a schedule file, which optpipe.torchtitan runs."

@@ -24,7 +24,7 @@ from optpipe.train.checkpoint.files import (
     open_folder,
     partial_path,
     read_manifest,
-    read_tensors,
+    read_tensor,
     stage_file,
     steps_in,
     versions_now,
@@ -151,9 +151,9 @@ def _newest(checkpoint: Path) -> tuple[Path, CheckpointDocument]:
 
 def _tensors(path: Path, document: CheckpointDocument) -> dict[str, Tensor]:
     """All tensors of a checkpoint, checked."""
-    files = sorted({*document.tensors.values()})
-    check_files(path, document, files)
+    pieces = document.pieces
+    check_files(path, document, {piece.file for of_tensor in pieces.values() for piece in of_tensor})
     try:
-        return {name: tensor for file in files for name, tensor in read_tensors(path / file).items()}
+        return {name: read_tensor(path, of_tensor) for name, of_tensor in pieces.items()}
     except OSError as error:
         raise CheckpointError(str(error)) from None

@@ -8,11 +8,12 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
+import torch
 from pydantic import Field, JsonValue
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -146,6 +147,14 @@ class Launched(Document):
     replicas: Count
 
 
+class Piece(NamedTuple):
+    """Rows of a tensor in a file, from row `first` on, under a name there; a whole tensor is one piece."""
+
+    file: str
+    name: str
+    first: int = 0
+
+
 class CheckpointDocument(Document):
     """A run between two steps.
 
@@ -153,7 +162,8 @@ class CheckpointDocument(Document):
     `task`: what the model and its data are (`Task.identity`). `batch_microbatches`: in a step, of all replicas.
     `options`: the configuration of the run. `given_schedule`: SHA-256 of the schedule that the run was started with
     (None: it found one); `schedule.json` is the one in use, which may be another since. `files`: every other file of
-    the checkpoint by name. `tensors`: the file of each tensor; empty in the first format.
+    the checkpoint by name. `tensors`: the file of each whole tensor; empty in the first format. `divided`: for each
+    other tensor the files that have rows of it, with the number of the first.
     """
 
     format: Literal["optpipe.checkpoint/1", "optpipe.checkpoint/2"]
@@ -168,6 +178,16 @@ class CheckpointDocument(Document):
     versions: dict[str, str]
     files: dict[str, SavedFile]
     tensors: dict[str, str] = {}
+    divided: dict[str, dict[str, Count]] = {}
+
+    @property
+    def pieces(self) -> dict[str, list[Piece]]:
+        """Pieces of each tensor, in the order of its rows."""
+        divided = {
+            name: sorted((Piece(file, name, first) for file, first in files.items()), key=lambda piece: piece.first)
+            for name, files in self.divided.items()
+        }
+        return {name: [Piece(file, name)] for name, file in self.tensors.items()} | divided
 
     @property
     def weights_alone(self) -> bool:
@@ -228,10 +248,21 @@ class Disk:
             os.fsync(file.fileno())
         return SavedFile(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
-    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
-        """Write a new safetensors file of tensors on the CPU that share no memory."""
+    def write_tensors(
+        self, path: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] | None = None
+    ) -> SavedFile:
+        """Write a new safetensors file of tensors on the CPU that share no memory.
+
+        `first_rows`: number of the first row of each tensor of which the file has some rows.
+        """
+        metadata = None
+        if first_rows:  # what torch's HuggingFaceStorageReader puts tensors together by
+            offsets = {
+                n: {"saved_offsets": [first_rows.get(n, 0), *[0] * t.dim()][: t.dim()]} for n, t in tensors.items()
+            }
+            metadata = {"DCP_SHARDING_INFO": json.dumps(offsets)}
         try:
-            save_file(dict(tensors), path)
+            save_file(dict(tensors), path, metadata)
         except SafetensorError as error:
             raise OSError(f"{path}: {error}.") from None
         mask = os.umask(0)  # the only way to read it
@@ -271,6 +302,30 @@ def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, 
             return {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
     except SafetensorError as error:
         raise OSError(f"{path}: {error}.") from None
+
+
+def overlapping(pieces: Sequence[Piece], rows: range | None) -> Iterator[tuple[Piece, slice]]:
+    """Pieces with any of these rows of the tensor (None: all), and which of their own rows these are."""
+    ends: list[int | None] = [piece.first for piece in pieces[1:]]
+    for piece, end in zip(pieces, [*ends, None], strict=True):
+        if rows is None:
+            yield piece, slice(None)
+        elif piece.first < rows.stop and (end is None or end > rows.start):
+            yield piece, slice(max(0, rows.start - piece.first), rows.stop - piece.first)
+
+
+def read_tensor(folder: Path, pieces: Sequence[Piece], rows: range | None = None) -> Tensor:
+    """A tensor of a checkpoint, or these rows of it, on the CPU; a scalar is read whole. Raises OSError."""
+    parts = []
+    for piece, own in overlapping(pieces, rows):
+        path = folder / piece.file
+        try:
+            with safe_open(path, framework="pt") as file:
+                saved = file.get_slice(piece.name)
+                parts.append(saved[own] if rows is not None and saved.get_shape() else file.get_tensor(piece.name))
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}.") from None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def tensor_names(path: Path) -> list[str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-from torch import Tensor
 
 from optpipe.errors import CheckpointError, shown
 from optpipe.schedule import Schedule
@@ -19,11 +17,14 @@ from optpipe.train.checkpoint.files import (
     GENERATORS,
     SCHEDULE,
     CheckpointDocument,
+    Piece,
     buffers_file,
     check_files,
     final_path,
     loader_file,
+    overlapping,
     read_manifest,
+    read_tensor,
     read_tensors,
     stage_file,
     steps_in,
@@ -34,9 +35,11 @@ from optpipe.train.checkpoint.write import (
     OPTIMIZER,
     OTHER_MODEL,
     REPLICA,
+    Names,
     buffer_names,
     load_stage,
     restore_generators,
+    row_names,
     saved_of,
     schedule_sha256,
     stage_names,
@@ -101,19 +104,33 @@ def resume(folder: Path, config: TrainingConfig, model: Model) -> tuple[int, lis
     return 0, []
 
 
-At = tuple[str, str]
-"""File of a tensor, and its name there."""
+Index = Mapping[str, Sequence[Piece]]
+"""Pieces of tensors by name."""
 
 
 def _names_of(model: Model) -> list[str]:
-    return sorted({name for s in model.stages for name in stage_names(model, s).values()})
+    return sorted({name for s in model.stages for names, _ in _parts(model, s) for name in names.values()})
+
+
+def _parts(model: Model, stage: int) -> list[tuple[Names, range | None]]:
+    """Names of a stage in a checkpoint: of what it has whole, and of the layer of which it has these rows."""
+    whole, divided = (stage_names(model, stage), None), row_names(model, stage)
+    if not divided or model.vocabulary is None:
+        return [whole]
+    return [whole, (divided, model.vocabulary.rows_in(stage))]
 
 
 def _check_whole(path: Path, model: Model) -> None:
     """Raise CheckpointError if a file that this process would load is damaged; each process checks its own."""
     document = read_manifest(path)
     index = _index(path, document, model)
-    own = {file for s in model.stages for file, _ in _tensors_of(index, document, s, model).values()}
+    own = {
+        piece.file
+        for s in model.stages
+        for names, rows in _parts(model, s)
+        for pieces in _tensors_of(index, document, s, model, names).values()
+        for piece, _ in overlapping(pieces, rows)
+    }
     if (state := loader_file(model.launch.replica)) in document.files:
         own.add(state)
     check_files(path, document, own if document.weights_alone else {SCHEDULE, GENERATORS, *own})
@@ -132,13 +149,10 @@ def _load(path: Path, model: Model, known: Collection[str]) -> bool:
             raise CheckpointError(f"{path}: {name} is in the checkpoint but not in the model. {OTHER_MODEL}")
     alike, borrowed = document.launched.replicas == launch.replicas, False
     for s, stage in model.stages.items():
-        tensors: dict[str, Tensor] = {}
-        wanted: dict[str, dict[str, str]] = {}
-        for name, (file, there) in _tensors_of(index, document, s, model).items():
-            wanted.setdefault(file, {})[there] = name
-        for file, names in wanted.items():
-            tensors |= {names[there]: tensor for there, tensor in read_tensors(path / file, names).items()}
-        load_stage(stage.module, model.optimizers.get(s), tensors, stage_names(model, s), f"stages[{s}]")
+        for names, rows in _parts(model, s):
+            wanted = _tensors_of(index, document, s, model, names)
+            tensors = {name: read_tensor(path, pieces, rows) for name, pieces in wanted.items()}
+            load_stage(stage.module, model.optimizers.get(s), tensors, names, f"stages[{s}]")
         own = alike and (launch.replica == 0 or index.keys() >= {*buffer_names(model, s, launch.replica).values()})
         borrowed = borrowed or (not own and bool(buffer_names(model, s, 0)))
     if document.launched.processes == launch.world:  # a rank of another number of processes has other stages
@@ -158,11 +172,11 @@ def _cut_otherwise(document: CheckpointDocument, model: Model) -> bool:
     return document.format != FIRST_FORMAT and saved is not None and now is not None and saved != now
 
 
-def _index(path: Path, document: CheckpointDocument, model: Model) -> dict[str, At]:
+def _index(path: Path, document: CheckpointDocument, model: Model) -> Index:
     """Every tensor of a checkpoint by its name of today. Raises OSError where a file of the first format is damaged."""
     if document.format != FIRST_FORMAT:
-        return {name: (file, name) for name, file in document.tensors.items()}
-    found: dict[str, At] = {}
+        return document.pieces
+    found: dict[str, list[Piece]] = {}
     if document.stages != len(model.program.placement):
         return found  # another run's
     for s in range(document.stages):
@@ -173,24 +187,20 @@ def _index(path: Path, document: CheckpointDocument, model: Model) -> dict[str, 
                 key, _, local = local.partition(".") if kind == "optimizer" else ("", "", local)
                 name = model.task.model_name(s, local)
                 name = f"{OPTIMIZER}{name}.{key}" if key else name
-                found[f"{REPLICA}{replica}.{name}" if replica else name] = (file, there)
+                found[f"{REPLICA}{replica}.{name}" if replica else name] = [Piece(file, there)]
     return found
 
 
-def _tensors_of(index: Mapping[str, At], document: CheckpointDocument, s: int, model: Model) -> dict[str, At]:
-    """Tensors of a stage of this process, wherever they are.
+def _tensors_of(index: Index, document: CheckpointDocument, s: int, model: Model, names: Names) -> Index:
+    """Tensors of a stage of this process that have one of the names, wherever they are.
 
     The optimizer state of a parameter that stages share goes to the first stage of this process that has it, whose
-    optimizer updates it. With the same number of replicas each resumes with its own buffers.
+    optimizer updates it, and that of one whose rows are held apart to the rows. With the same number of replicas each
+    resumes with its own buffers.
     """
-    names, replica = stage_names(model, s), model.launch.replica
-    own = {*names.values()}
-    updated_elsewhere = {
-        names[local]
-        for shared in model.shared
-        for stage, local in shared.places_in(model.stages)[1:]
-        if stage == s and local in names
-    }
+    own, replica = {*names.values()}, model.launch.replica
+    later = [place for shared in model.shared for place in shared.places_in(model.stages)[1:]]
+    updated_elsewhere = {names[local] for stage, local in (*later, *model.followers) if stage == s and local in names}
     found = {}
     for name, at in index.items():
         parameter = saved_of(name)
@@ -198,7 +208,7 @@ def _tensors_of(index: Mapping[str, At], document: CheckpointDocument, s: int, m
             found[name] = at
     if replica and document.launched.replicas == model.launch.replicas:
         own_buffers = buffer_names(model, s, replica)
-        found |= {names[local]: index[name] for local, name in own_buffers.items() if name in index}
+        found |= {names[local]: index[name] for local, name in own_buffers.items() if name in index and local in names}
     return found
 
 

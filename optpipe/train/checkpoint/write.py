@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -44,6 +45,7 @@ from optpipe.train.checkpoint.files import (
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import gather_or_raise
 from optpipe.train.model import Model
+from optpipe.train.vocabulary import ROWS
 
 OPTIMIZER = "optimizer.state."
 """Prefix of what the optimizer keeps, before the name of the parameter."""
@@ -52,16 +54,28 @@ REPLICA = "replica-"
 """Prefix of the buffers of a replica other than the first, before its number."""
 
 Names = Mapping[str, str]
-"""Name in the checkpoint of each parameter and buffer of a stage, by its name in the stage's module."""
+"""Name in the checkpoint of parameters and buffers of a stage, by its name in the stage's module."""
 
 
 def stage_names(model: Model, stage: int) -> Names:
-    """Names of a stage of this process; a parameter or buffer that stages share has that of its first place."""
+    """Names of a stage of this process; a parameter or buffer that stages share has that of its first place.
+
+    Rows of a divided layer are not among them (`row_names`).
+    """
     task, module = model.task, model.stages[stage].module
-    names = {local: task.model_name(stage, local) for local, _ in chain(module.named_parameters(), _buffers(module))}
+    own = [local for local, _ in chain(module.named_parameters(), _buffers(module))]
+    names = {local: task.model_name(stage, local) for local in own if local not in row_names(model, stage)}
     for places in (*(shared.places for shared in model.shared), *model.shared_buffers):
         names |= {local: task.model_name(*places[0]) for s, local in places if s == stage and local in names}
     return names
+
+
+def row_names(model: Model, stage: int) -> Names:
+    """Name of the layer of which a stage holds rows, if it does: that which it has where it is not divided."""
+    divided = model.vocabulary
+    if divided is None or stage not in divided.holders:
+        return {}
+    return {ROWS: model.task.model_name(*divided.place)}
 
 
 def buffer_names(model: Model, stage: int, replica: int) -> Names:
@@ -100,7 +114,7 @@ def load_stage(
     weights = dict(_weights(module, names))
     for name in sorted(weights):
         _compare(where, name, tensors.get(name), weights[name])
-    parameters = {names[local]: parameter for local, parameter in module.named_parameters()}
+    parameters = {names[local]: parameter for local, parameter in module.named_parameters() if local in names}
     states: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors.items():
         if full.startswith(OPTIMIZER):
@@ -153,7 +167,8 @@ def _load_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], states: Mapping[str, dict[str, Tensor]]
 ) -> None:
     """Set the state directly: `load_state_dict` would cast moments to the parameter's dtype."""
-    optimizer.state.clear()
+    for parameter in parameters.values():
+        optimizer.state.pop(parameter, None)
     # Torch's optimizers count steps in a scalar on the CPU, unless they are fused or capturable.
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     on_device = {parameter for group in groups for parameter in group["params"]}
@@ -213,6 +228,7 @@ class CheckpointWriter:
         self._partial = partial_path(folder, step)
         self._files: dict[str, Any] = {}
         self._tensors: dict[str, str] = {}
+        self._divided: dict[str, dict[str, int]] = defaultdict(dict)
         self._error: BaseException | None = None
         self._thread: Thread | None = None
         self._document = {
@@ -235,7 +251,7 @@ class CheckpointWriter:
         try:
             gather_or_raise(self._launch, self._begin)
             if asynchronous:
-                files: list[tuple[str, dict[str, Tensor]]] = []
+                files: list[_File] = []
                 gather_or_raise(self._launch, lambda: files.extend(_files_of(model)))
                 self._thread = Thread(
                     target=self._write_in_thread, args=[files], name="optpipe-checkpoint", daemon=True
@@ -279,17 +295,20 @@ class CheckpointWriter:
             with suppress(OSError):
                 self._disk.remove(self._partial)
 
-    def _write(self, files: Iterable[tuple[str, dict[str, Tensor]]]) -> dict[str, Any]:
+    def _write(self, files: Iterable[_File]) -> dict[str, Any]:
         """Write this process's files; returns what the manifest says of them."""
         while self._texts:
             name, text = self._texts.popitem()
             self._files[name] = self._disk.write_text(self._partial / name, text).to_data()
-        for name, tensors in files:
-            self._files[name] = self._disk.write_tensors(self._partial / name, tensors).to_data()
-            self._tensors |= dict.fromkeys(tensors, name)
-        return {"files": self._files, "tensors": self._tensors, "generators": self._generators}
+        for name, tensors, first_rows in files:
+            self._files[name] = self._disk.write_tensors(self._partial / name, tensors, first_rows).to_data()
+            self._tensors |= dict.fromkeys(tensors.keys() - first_rows.keys(), name)
+            for tensor, first in first_rows.items():
+                self._divided[tensor][name] = first
+        of_all = {"tensors": self._tensors, "divided": self._divided, "generators": self._generators}
+        return {"files": self._files} | of_all
 
-    def _write_in_thread(self, files: list[tuple[str, dict[str, Tensor]]]) -> None:
+    def _write_in_thread(self, files: list[_File]) -> None:
         try:
             while files:
                 self._write([files.pop(0)])  # the copies of a file are freed as soon as it is written
@@ -312,9 +331,13 @@ class CheckpointWriter:
         files[GENERATORS] = disk.write_tensors(partial / GENERATORS, generators)
         files[SCHEDULE] = disk.write_text(partial / SCHEDULE, schedule_text(self._schedule))
         tensors = {name: file for part in self._parts for name, file in part["tensors"].items()}
-        document = CheckpointDocument.from_data(
-            self._document | {"files": {n: f.to_data() for n, f in files.items()}, "tensors": tensors}, ""
-        )
+        contents: dict[str, Any] = {"files": {n: f.to_data() for n, f in files.items()}, "tensors": tensors}
+        divided: dict[str, dict[str, int]] = defaultdict(dict)
+        for name, rows in chain.from_iterable(part["divided"].items() for part in self._parts):
+            divided[name] |= rows
+        if divided:  # releases that divide none read the others
+            contents["divided"] = divided
+        document = CheckpointDocument.from_data(self._document | contents, "")
         manifest = disk.write_text(partial / MANIFEST, document.sealed())
         if final.exists():  # a damaged one: a whole one of that step would have been resumed
             disk.remove(final)
@@ -327,7 +350,11 @@ def schedule_sha256(schedule: Schedule | None) -> str | None:
     return None if schedule is None else hashlib.sha256(schedule_text(schedule).encode()).hexdigest()
 
 
-def _files_of(model: Model) -> Iterator[tuple[str, dict[str, Tensor]]]:
+_File = tuple[str, dict[str, Tensor], Mapping[str, int]]
+"""Name of a file, its tensors, and the number of the first row of those of which it has some rows."""
+
+
+def _files_of(model: Model) -> Iterator[_File]:
     """Files of this process's stages: replica 0's whole, the others', whose weights are the same, buffers alone.
 
     A parameter or buffer that stages share is written with the first of them.
@@ -337,10 +364,35 @@ def _files_of(model: Model) -> Iterator[tuple[str, dict[str, Tensor]]]:
         if replica == 0:
             all_places = (*(shared.places for shared in model.shared), *model.shared_buffers)
             elsewhere = {local for places in all_places for place, local in places[1:] if place == s}
+            elsewhere |= {local for place, local in model.followers if place == s}
             names = {local: name for local, name in stage_names(model, s).items() if local not in elsewhere}
-            yield stage_file(s), stage_tensors(stage.module, model.optimizers.get(s), names)
+            rows, first_rows = _rows_of(model, s)
+            yield stage_file(s), stage_tensors(stage.module, model.optimizers.get(s), names) | rows, first_rows
         elif tensors := stage_buffers(stage.module, buffer_names(model, s, replica)):
-            yield buffers_file(s, replica), tensors
+            yield buffers_file(s, replica), tensors, {}
+
+
+def _rows_of(model: Model, stage: int) -> tuple[dict[str, Tensor], Mapping[str, int]]:
+    """Rows of a divided layer and of its optimizer state in a stage, with the first row of each.
+
+    Scalars, which are the same for all rows, are written with the first rows alone. Raises CheckpointError for other
+    state that is not divided by rows.
+    """
+    names = row_names(model, stage)
+    if not names or model.vocabulary is None:
+        return {}, {}
+    module, own = model.stages[stage].module, model.vocabulary.rows_in(stage)
+    tensors = stage_tensors(module, model.optimizers.get(stage), names)
+    shape = module.get_parameter(ROWS).shape
+    for name, tensor in tensors.items():
+        if tensor.dim() and tensor.shape != shape:
+            raise CheckpointError(
+                f"the optimizer keeps {name.removeprefix(OPTIMIZER)} of shape {tuple(tensor.shape)} for rows of shape "
+                f"{tuple(shape)}, from which no state of the whole layer can be made. Maybe train with a schedule "
+                "without spread passes."
+            )
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.dim() or not own.start}
+    return tensors, {name: own.start for name, tensor in tensors.items() if tensor.dim()}
 
 
 def generator_states(hardware: torch.device) -> dict[str, str]:

@@ -38,7 +38,7 @@ from optpipe.train.resolve.initial import InitialSchedule, arranged
 from optpipe.train.resolve.search import Search, Solver
 from optpipe.train.result import Events
 from optpipe.train.update import StepOutcome
-from optpipe.units import bytes_text, time_text
+from optpipe.units import bytes_text, percent_text, time_text
 
 STEPS_BEFORE = 20
 """Most steps before a switch that a trial compares with."""
@@ -313,7 +313,7 @@ class ResolveCallback(Callback):
         cost = f"timed every op in {len(self._recorded)} steps of {median(self._recorded.values()):.3f} s"
         if self._seconds:
             cost += f" ({median(self._seconds):.3f} s when not)"
-        text = f"{cost}, gathered in {seconds:.3f} s; {changed:.1%} from what was solved"
+        text = f"{cost}, gathered in {seconds:.3f} s; {percent_text(changed)} away from the times that were solved for"
         self._events.add(step, "timed", text if self._stale else f"{text}, too little to solve anew", seconds)
 
     def _learn_sizes(self, timings: Sequence[Timing]) -> list[Floats]:

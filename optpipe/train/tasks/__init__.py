@@ -9,7 +9,7 @@ from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
 from optpipe.train.tasks.base import Task
 from optpipe.train.tasks.custom import OwnStages
-from optpipe.train.tasks.gpt import GPTTask
+from optpipe.train.tasks.gpt import GPTTask, gpt_prefix
 from optpipe.train.tasks.hugging_face import HuggingFaceTask, folder_name
 from optpipe.train.tasks.loader import LoadedBatches
 
@@ -25,8 +25,13 @@ def build_task(config: TrainingConfig, stages: int, microbatches: int, launch: L
     model, problem = config.model, config.schedule.problem.name if config.schedule else ""
     planned = cut_in_name(problem)
     if model.cut is None and planned is not None and planned.count(",") + 1 == stages:
-        hugging_face = model.hugging_face and f" of {folder_name(model.name)}," in problem
-        if hugging_face or (model.own and problem.startswith(f"{model.name},")):
+        if model.hugging_face:
+            own = f" of {folder_name(model.name)}," in problem
+        elif model.own:
+            own = problem.startswith(f"{model.name},")
+        else:
+            own = problem.startswith(f"{gpt_prefix(model.name, model.shape(stages).layers)},")
+        if own:
             config = replace(config, model=replace(model, cut=planned))
     all_microbatches = microbatches * config.data_parallel * config.accumulate
     loader = LoadedBatches(config, all_microbatches, launch) if model.loader else None

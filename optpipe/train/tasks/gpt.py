@@ -6,7 +6,7 @@ Shapes: N sequences in a microbatch, T bytes in a sequence, C width, V entries i
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import TrainingError
-from optpipe.models.cut import evenly
+from optpipe.models.cut import Unit, evenly, parse_cut
 from optpipe.models.loss import LabelLoss, PerToken
 from optpipe.runtime.loss import Loss
 from optpipe.runtime.slices import slice_context
@@ -29,14 +29,17 @@ VOCABULARY = 256
 """The model reads bytes."""
 
 
-def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype, *, tied: bool = False) -> list[nn.Module]:
+def build_stages(
+    shape: GPTShape, stages: int | Sequence[int], seed: int, dtype: torch.dtype, *, tied: bool = False
+) -> list[nn.Module]:
     """The model as `stages` modules, to be applied one after the other: bytes (N, T) -> logits (N, T, V).
 
-    Layers are spread evenly, the first stages getting one more where they do not divide. Weights depend on shape
-    and seed alone, not on the number of stages. With `tied` the head's weight is the embedding's.
+    `stages`: how many, with layers spread evenly (`evenly`), or the layers of each. Weights depend on shape and seed
+    alone, not on the stages. With `tied` the head's weight is the embedding's.
     """
+    sizes = evenly(shape.layers, stages) if isinstance(stages, int) else stages
     embedding, head = _Embedding(shape), _Head(shape)
-    parts: list[list[nn.Module]] = [[_Block(shape) for _ in range(count)] for count in evenly(shape.layers, stages)]
+    parts: list[list[nn.Module]] = [[_Block(shape) for _ in range(count)] for count in sizes]
     parts[0].insert(0, embedding)
     parts[-1].append(head)
     modules = [nn.Sequential(*part).to(dtype) for part in parts]
@@ -128,9 +131,21 @@ class _Head(nn.Module):
         return logits
 
 
+def gpt_sizes(shape: GPTShape, stages: int, cut: str | None, field: str) -> tuple[int, ...]:
+    """Layers of each stage: those of a cut (`parse_cut`), else spread evenly. Raises InputError that names `field`."""
+    if cut is None:
+        return evenly(shape.layers, stages)
+    return parse_cut(cut, [Unit((f"layers.{n}",)) for n in range(shape.layers)], stages, field)
+
+
 def gpt_name(size: str, layers: int, microbatch_size: int, sequence: int) -> str:
     """A GPT of a named size with what its costs depend on, such as "tiny GPT, 2 layers, 4 x 32"."""
-    return f"{size} GPT, {layers} layers, {microbatch_size} x {sequence}"
+    return f"{gpt_prefix(size, layers)}, {microbatch_size} x {sequence}"
+
+
+def gpt_prefix(size: str, layers: int) -> str:
+    """The part of that name that all microbatches have."""
+    return f"{size} GPT, {layers} layers"
 
 
 MAX_TEXT_BYTES = 4 * 2**20
@@ -194,8 +209,9 @@ class GPTTask:
 
     def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
         model = config.model
-        self._model, self._seed, self._stages = model, config.seed, stages
+        self._model, self._seed = model, config.seed
         self.shape = model.shape(stages)
+        self._sizes = gpt_sizes(self.shape, stages, model.cut, "model.cut")
         text = standard_library_text()
         self._lengths = DrawnLengths(model, self.shape.sequence) if model.varies else None
         self._batches = Batches(
@@ -237,7 +253,7 @@ class GPTTask:
     def build_stages(self, _own: Collection[int] | None = None) -> list[nn.Module]:
         """Stages with the weights drawn from the seed."""
         model = self._model
-        return build_stages(self.shape, self._stages, self._seed, model.torch_dtype, tied=model.tied)
+        return build_stages(self.shape, self._sizes, self._seed, model.torch_dtype, tied=model.tied)
 
     def batch(self, step: int) -> Batch:
         """Random pieces of the text."""
@@ -247,16 +263,16 @@ class GPTTask:
     def model_name(self, stage: int, name: str) -> str:
         """Names of layers by their numbers in the model, `embedding` and `head`."""
         place, _, own = name.partition(".")
-        cut = evenly(self.shape.layers, self._stages)
         layer = int(place) - (stage == 0)
         if layer < 0:
             return f"embedding.{own}"
-        return f"head.{own}" if layer == cut[stage] else f"layers.{sum(cut[:stage]) + layer}.{own}"
+        return f"head.{own}" if layer == self._sizes[stage] else f"layers.{sum(self._sizes[:stage]) + layer}.{own}"
 
     def identity(self) -> dict[str, Any]:
         """All sizes, the cut, the precision, and which text it is."""
         model = self._model
         chosen: dict[str, Any] = {"microbatch_size": model.microbatch_size, "dtype": model.dtype, "tied": model.tied}
         chosen |= {"lengths": model.lengths} | self._lengths.identity() if self._lengths else {}
-        cut = list(evenly(self.shape.layers, self._stages))
-        return {"model": model.name, "seed": self._seed, "cut": cut} | chosen | asdict(self.shape) | self._data
+        return (
+            {"model": model.name, "seed": self._seed, "cut": [*self._sizes]} | chosen | asdict(self.shape) | self._data
+        )

@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple
 
 from ortools.sat.python import cp_model
 
-from optpipe.kinds import CODE, KIND, SizeName, kind_of
-from optpipe.task_graph import Lag, SpreadTask
+from optpipe.kinds import CODE, KIND, OPTIONAL, SizeName, kind_of
+from optpipe.task_graph import Lag
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import OpTimes, from_stage, op_times
-from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
+from solver.exact.cp_sat.variables import IntervalTask, Moment, OptionTasks, Variables
 from solver.exact.rules import least_work_around, like_pairs
 
 
@@ -47,14 +47,14 @@ class _Span(NamedTuple):
 def held(variables: Variables, s: int, i: int, *, ends_at_backward: bool = False) -> Iterator[Held]:
     """All pieces of microbatch i on stage s; with `ends_at_backward` those that outlive B in two.
 
-    What every way of the activation holds between two moments is there always, the rest with the literal of its way:
+    What every option of the activation holds between two moments is there always, the rest with its literal:
     the cumulative constraint reasons best about intervals that are never absent.
     """
-    fused, ways = variables.fused.get((s, i)), variables.ways_of(s, i)
+    fused, options = variables.fused.get((s, i)), variables.options_of(s, i)
     backwards = {None: None, "split": None if fused is None else ~fused, "fused": fused}
-    sizes: list[dict[_Span, int]] = [defaultdict(int) for _ in ways]
-    for own, way in zip(sizes, ways, strict=True):
-        for span, size in _pieces(variables, s, i, way):
+    sizes: list[dict[_Span, int]] = [defaultdict(int) for _ in options]
+    for own, option in zip(sizes, options, strict=True):
+        for span, size in _pieces(variables, s, i, option):
             keys = [span]
             if ends_at_backward and span.last == "W>" and not span.backward and span.first in ("F<", "R<", "C<"):
                 keys = [span._replace(last="B>"), span._replace(first="B>")]
@@ -65,17 +65,31 @@ def held(variables: Variables, s: int, i: int, *, ends_at_backward: bool = False
         for key in sizes[0]
         if all(key in own for own in sizes) and {key.first[:-1], key.last[:-1]} <= {*variables.passes[s]}
     }
-    for way, own in [(ways[0], common)] + [
-        (way, {key: size - common.get(key, 0) for key, size in own.items()})
-        for way, own in zip(ways, sizes, strict=True)
+    for option, own in [(options[0], common)] + [
+        (option, {key: size - common.get(key, 0) for key, size in own.items()})
+        for option, own in zip(options, sizes, strict=True)
     ]:
         for (first, last, backward), size in own.items():
             if size == 0 or (backward == "fused" and fused is None):
                 continue
-            presence = variables.both(None if own is common or len(ways) == 1 else way.literal, backwards[backward])
-            begin, end = (_moment(variables, s, i, way, name) for name in (first, last))
-            yield Held(size, begin, end, presence, _least_ticks(variables, s, i, way, first, last))
+            presence = variables.both(
+                None if own is common or len(options) == 1 else option.literal, backwards[backward]
+            )
+            begin, end = (_moment(variables, s, i, option, name) for name in (first, last))
+            yield Held(size, begin, end, presence, _least_ticks(variables, s, i, option, first, last))
     yield from _gradients_held(variables, s, i)
+
+
+def held_by_pass(variables: Variables, number: int, device: int, i: int) -> Iterator[Held]:
+    """Bytes that an op of a spread pass keeps until the pass that frees them has ended, and its workspace."""
+    one, own = variables.graph.passes[number], variables.graph.unit_class[i]
+    task = variables.task(one.name, device, i)
+    if one.freed_by is not None and (kept := int(one.kept_bytes[device, own])):
+        yield Held(
+            kept, hold_start(task), hold_end(variables.task(variables.graph.passes[one.freed_by].name, device, i))
+        )
+    if work := int(one.workspace_bytes[device, own]):
+        yield Held(work, hold_start(task), hold_end(task))
 
 
 def _gradients_held(variables: Variables, s: int, i: int) -> Iterator[Held]:
@@ -88,10 +102,12 @@ def _gradients_held(variables: Variables, s: int, i: int) -> Iterator[Held]:
     if not size:
         return
     last = i - i % count + count - 1
-    inside = [way for way in variables.ways.get((s, last), ()) if "CB" in way.tasks]
-    begins: list[tuple[IntervalTask, cp_model.BoolVarT | None]] = [(way.tasks["CB"], way.literal) for way in inside]
+    inside = [option for option in variables.options.get((s, last), ()) if "CB" in option.tasks]
+    begins: list[tuple[IntervalTask, cp_model.BoolVarT | None]] = [
+        (option.tasks["CB"], option.literal) for option in inside
+    ]
     if inside:
-        others = (way.literal for way in variables.ways[s, last] if way not in inside)
+        others = (option.literal for option in variables.options[s, last] if option not in inside)
         begins += [(variables.task("B", s, last), literal) for literal in others]
     else:
         begins.append((variables.task("B", s, last), None))
@@ -109,21 +125,21 @@ def _size(variables: Variables, name: SizeName, s: int, i: int, option: int = 0)
     return int(graph.sizes_bytes[name][s, option, graph.unit_class[i]])
 
 
-def _pieces(variables: Variables, s: int, i: int, way: Way) -> Iterator[tuple[_Span, int]]:
+def _pieces(variables: Variables, s: int, i: int, option: OptionTasks) -> Iterator[tuple[_Span, int]]:
     """Spans for which a unit holds bytes on a stage, by what its ops take and free; without gradients of slices.
 
     What an op frees was taken last. If it holds more at its end than before, the difference counts from its start: no
     wait could keep it from ending before another op has freed memory. A fused backward holds everything until its end,
-    beside what it takes itself: the model keeps B and W as two tasks.
+    in addition to what it takes itself: the model keeps B and W as two tasks.
     """
-    inside = ("C",) if "CB" in way.tasks else ()
+    inside = ("C",) if "CB" in option.tasks else ()
     forward, *backward = variables.passes[s]
-    kinds = [forward, *(kind for kind in way.tasks if kind != "CB"), *backward]
+    kinds = [forward, *(kind for kind in option.tasks if kind != "CB"), *backward]
     tasks = ["CB" if kind == "B" and inside else kind for kind in kinds]
     stack: list[tuple[str, int]] = []
     found: dict[_Span, int] = {}
     for task, kind in zip(tasks, kinds, strict=True):
-        taken, left = _changes(variables, "CB" if task == "CB" else kind, s, i, way.option)
+        taken, left = _changes(variables, "CB" if task == "CB" else kind, s, i, option.number)
         stack.append((task, taken + max(left, 0)))
         freed = max(-left, 0)
         while freed:
@@ -138,7 +154,7 @@ def _pieces(variables: Variables, s: int, i: int, way: Way) -> Iterator[tuple[_S
     if backward:
         until_backward = sum(size for span, size in found.items() if span.last == "B>" and not span.backward)
         yield _Span("W<", "W>", "fused"), until_backward
-        taken, _ = _changes(variables, kind_of("B", "W", *inside), s, i, way.option)
+        taken, _ = _changes(variables, kind_of("B", "W", *inside), s, i, option.number)
         yield _Span("CB<" if inside else "B<", "W>", "fused"), taken
 
 
@@ -157,20 +173,20 @@ def _place(span: _Span, places: Sequence[str]) -> tuple[int, bool, int]:
     return places.index(first), first != last, CODE[last]
 
 
-def _moment(variables: Variables, s: int, i: int, way: Way, name: str) -> Moment:
+def _moment(variables: Variables, s: int, i: int, option: OptionTasks, name: str) -> Moment:
     kind = name[:-1]
-    task = way.tasks[kind] if kind in way.tasks else variables.task(kind, s, i)
+    task = option.tasks[kind] if kind in option.tasks else variables.task(kind, s, i)
     return Moment(task, is_end=name.endswith(">"))
 
 
-def _least_ticks(variables: Variables, s: int, i: int, way: Way, first: str, last: str) -> int:
+def _least_ticks(variables: Variables, s: int, i: int, option: OptionTasks, first: str, last: str) -> int:
     """The least time from one moment of a microbatch (`_Span`) to another.
 
     No activation lives for less than the round trip through the stages behind and its backward: with this least length
     the cumulative constraint can reason about energy (bytes times ticks) before any start is fixed.
     """
     ticks = {kind: variables.length(kind, s, i) for kind in variables.passes[s]}
-    ticks |= {kind: task.ticks for kind, task in way.tasks.items()}
+    ticks |= {kind: task.ticks for kind, task in option.tasks.items()}
     begin, end = first[:-1], last[:-1]
     if begin == "F" and end in ("B", "W"):
         return variables.round_trips[s][i] + sum(ticks[kind] for kind in "BW"[: "BW".index(end) + 1])
@@ -203,7 +219,7 @@ class Constraints:
         self.microbatch_order()
         self.fused_backwards()
         self.offload_round_trip()
-        self.ways()
+        self.options()
         self.spread()
         self.one_op_at_a_time()
         self.channels()
@@ -213,7 +229,7 @@ class Constraints:
     def dataflow(self) -> None:
         """F and B wait for the neighbouring stage and its transfer, B for F, W for B (Zero Bubble, appendix G)."""
         ticks, last = self.variables.grid.ticks, len(self.problem.stages) - 1
-        forward_us, backward_us = (self.variables.graph.delays_us[way].tolist() for way in ("forward", "backward"))
+        forward_us, backward_us = (self.variables.graph.delays_us[name].tolist() for name in ("forward", "backward"))
         for s, passes in enumerate(self.variables.passes):
             for i in range(self.problem.units):
                 for before, after in pairwise(self.task(kind, s, i) for kind in passes):
@@ -229,8 +245,8 @@ class Constraints:
 
     def _backward_start(self, s: int, i: int) -> cp_model.LinearExprT:
         """Start of the backward of a microbatch, with the recomputation inside it."""
-        inside = [way for way in self.variables.ways.get((s, i), ()) if "CB" in way.tasks]
-        return self.task("B", s, i).start - sum(way.tasks["CB"].ticks * way.literal for way in inside)
+        inside = [option for option in self.variables.options.get((s, i), ()) if "CB" in option.tasks]
+        return self.task("B", s, i).start - sum(option.tasks["CB"].ticks * option.literal for option in inside)
 
     def microbatch_order(self) -> None:
         """Units keep their order within one op type of one stage (absent transfers take no time in it)."""
@@ -304,22 +320,22 @@ class Constraints:
             for before, after in pairwise(self.task(kind, s, i) for kind in "FORB"):
                 self.model.add(after.start >= before.end).only_enforce_if(leaves)
 
-    def ways(self) -> None:
-        """O after F, R after O, C after both, B after them, in the way that is taken; microbatches in order in each.
+    def options(self) -> None:
+        """O after F, R after O, C after both, B after them, in the option taken; microbatches in order in each.
 
         The start of an op that is absent stays a variable, as that of an absent copy does.
         """
-        for (s, i), ways in self.variables.ways.items():
-            for way in ways:
-                chain = [self.task("F", s, i), *way.tasks.values(), self.task("B", s, i)]
+        for (s, i), options in self.variables.options.items():
+            for option in options:
+                chain = [self.task("F", s, i), *option.tasks.values(), self.task("B", s, i)]
                 for before, after in pairwise(chain):
-                    self.model.add(after.start >= before.end).only_enforce_if(way.literal)
+                    self.model.add(after.start >= before.end).only_enforce_if(option.literal)
         for s, kind in product(range(len(self.problem.stages)), ("O", "R", "C")):
             for unit, i, literals in self.consecutive(kind):
-                now = [way.tasks[kind] for way in self.variables.ways.get((s, i), ()) if kind in way.tasks]
-                earlier = [way for way in self.variables.ways.get((s, unit), ()) if kind in way.tasks]
+                now = [option.tasks[kind] for option in self.variables.options.get((s, i), ()) if kind in option.tasks]
+                earlier = [option for option in self.variables.options.get((s, unit), ()) if kind in option.tasks]
                 if now:
-                    length = sum(way.tasks[kind].ticks * way.literal for way in earlier)
+                    length = sum(option.tasks[kind].ticks * option.literal for option in earlier)
                     rule = self.model.add(now[0].start >= earlier[0].tasks[kind].start + length)
                     if literals:
                         rule.only_enforce_if(literals)
@@ -339,55 +355,55 @@ class Constraints:
                         rule.only_enforce_if(literals)
         for (kind, s), lags in graph.gates.items():
             for lag, i in product(lags, range(self.problem.units)):
+                if kind in OPTIONAL:
+                    for option in self.variables.options_of(s, i):
+                        if kind in option.tasks:
+                            self._lag(option.tasks[kind].start, lag, int(graph.device[s]), i, option.literal)
+                    continue
                 start = self._backward_start(s, i) if kind == "B" else self.task(kind, s, i).start
                 self._lag(start, lag, int(graph.device[s]), i)
+                if kind == "W" and (fused := self.variables.fused.get((s, i))) is not None:
+                    self._lag(self._backward_start(s, i), lag, int(graph.device[s]), i, fused)
 
-    def _lag(self, start: cp_model.LinearExprT, lag: Lag, device: int, i: int) -> None:
-        """A start on a device that waits for a barrier, or for the end of an op."""
+    def _lag(self, start: cp_model.LinearExprT, lag: Lag, device: int, i: int, *literals: cp_model.BoolVarT) -> None:
+        """A start on a device that waits for a barrier, or for the end of an op, if the literals hold."""
         ticks = self.variables.grid.ticks(float(lag.us[i]))
         if lag.spread is not None:
-            self.model.add(start >= self.variables.barriers[lag.spread, i] + ticks)
+            self.model.add(start >= self.variables.barriers[lag.spread, i] + ticks).only_enforce_if(*literals)
             return
         own = device == self.variables.graph.device[lag.stage]
-        ends: list[tuple[IntervalTask, cp_model.IntVar | None]] = [(self.task(lag.duty, lag.stage, i), None)]
+        ends = [(self.task(lag.duty, lag.stage, i), literals)]
         if lag.duty == "B" and (fused := self.variables.fused.get((lag.stage, i))) is not None:
-            ends.append((self.task("W", lag.stage, i), fused))
-        for task, literal in ends:
-            rule = self.model.add(start >= task.end + (0 if own else ticks))
-            if literal is not None:
-                rule.only_enforce_if(literal)
-
-    def _spread_tasks(self, device: int) -> Iterator[tuple[SpreadTask, int, IntervalTask]]:
-        """The ops of spread passes on a device: pass, microbatch and task."""
-        for one in self.variables.graph.passes:
-            if device in one.devices:
-                yield from ((one, i, self.task(one.name, device, i)) for i in range(self.problem.units))
+            ends.append((self.task("W", lag.stage, i), (*literals, fused)))
+        for task, conditions in ends:
+            self.model.add(start >= task.end + (0 if own else ticks)).only_enforce_if(*conditions)
 
     def one_op_at_a_time(self) -> None:
-        """A device runs one compute op at a time."""
+        """A device runs one compute op, or one block, at a time."""
         for d, stages in enumerate(self.problem.stages_of):
             places = product(stages, range(self.problem.units))
             tasks = [self.task(kind, s, i) for s, i in places for kind in self.variables.passes[s]]
-            tasks += self._of_ways(stages, ("C", "CB"))
-            tasks += [task for _, _, task in self._spread_tasks(d)]
-            self.model.add_no_overlap([task.interval for task in tasks])
+            tasks += self._of_options(stages, ("C", "CB"))
+            tasks += [
+                self.task(one.name, d, i)
+                for one in self.variables.graph.passes
+                for i in range(self.problem.units if d in one.devices else 0)
+            ]
+            self.model.add_no_overlap([self.variables.apart.get(task.op, task.interval) for task in tasks])
 
-    def _of_ways(self, stages: Collection[int], kinds: Collection[str]) -> Iterator[IntervalTask]:
-        """Tasks of these kinds that are there in some way of an activation of these stages."""
-        for (s, _), ways in self.variables.ways.items():
+    def _of_options(self, stages: Collection[int], kinds: Collection[str]) -> Iterator[IntervalTask]:
+        """Tasks of these kinds that are there in some option of an activation of these stages."""
+        for (s, _), options in self.variables.options.items():
             if s in stages:
-                yield from (task for way in ways for kind, task in way.tasks.items() if kind in kinds)
+                yield from (task for option in options for kind, task in option.tasks.items() if kind in kinds)
 
     def channels(self) -> None:
         """A channel carries one transfer at a time; devices behind one switch, or both directions, may share it."""
-        for group in self.problem.channel_groups:
+        for group, kinds in self.variables.graph.channels:
             stages = {s for d in group for s in self.problem.stages_of[d]}
-            moving = [(s, i) for s, i in self.variables.leaves if s in stages]
-            directions = ["O", "R"] if self.problem.copy_channels.duplex else ["OR"]
-            for kinds in directions:
-                tasks = [self.task(kind, s, i) for s, i in moving for kind in kinds]
-                tasks += self._of_ways(stages, kinds)
-                self.model.add_no_overlap([task.interval for task in tasks])
+            tasks = [self.task(kind, s, i) for s, i in self.variables.leaves if s in stages for kind in kinds]
+            tasks += self._of_options(stages, kinds)
+            self.model.add_no_overlap([task.interval for task in tasks])
 
     def device_memory(self) -> None:
         """Activations and workspace stay within each device's budget.
@@ -403,7 +419,12 @@ class Constraints:
                     for s, i in product(stages, range(self.problem.units))
                     for piece in held(self.variables, s, i, ends_at_backward=self._alone(s, i, budget))
                 ]
-                pieces += self._held_by_passes(d)
+                pieces += [
+                    piece
+                    for n, one in enumerate(self.variables.graph.passes)
+                    for i in range(self.problem.units if d in one.devices else 0)
+                    for piece in held_by_pass(self.variables, n, d, i)
+                ]
                 intervals = [
                     piece.first.task.interval  # a workspace: the op's own interval serves
                     if piece.first.task is piece.last.task and piece.presence is None
@@ -412,38 +433,27 @@ class Constraints:
                 ]
                 self.model.add_cumulative(intervals, [piece.size for piece in pieces], budget)
 
-    def _held_by_passes(self, device: int) -> Iterator[Held]:
-        """Bytes that ops of spread passes keep until the pass that frees them, and their workspace."""
-        graph = self.variables.graph
-        for one, i, task in self._spread_tasks(device):
-            own = graph.unit_class[i]
-            if one.freed_by is not None and (kept := int(one.kept_bytes[device, own])):
-                freed_by = self.task(graph.passes[one.freed_by].name, device, i)
-                yield Held(kept, hold_start(task), hold_end(freed_by))
-            if work := int(one.workspace_bytes[device, own]):
-                yield Held(work, hold_start(task), hold_end(task))
-
     def _alone(self, s: int, i: int, budget: int) -> bool:
-        """True if an activation that may leave has no room beside one like it.
+        """True if an activation that may leave has no room next to one like it.
 
         In one piece until its B, it shows CP-SAT that no two such pieces overlap; those that B and W free do not.
         """
         return (s, i) in self.variables.leaves and 2 * _size(self.variables, "activation", s, i) > budget
 
     def host_memory(self) -> None:
-        """The host holds what is away, from O's start to R's end, all devices together."""
+        """The host holds what is offloaded, from O's start to R's end, all devices together."""
         limit = self.problem.host_memory_bytes
         journeys = [
-            (f"host{s}.{i}.{n}", way, _size(self.variables, "copied", s, i, way.option))
-            for s, i in {**self.variables.leaves, **self.variables.ways}
-            for n, way in enumerate(self.variables.ways_of(s, i))
-            if "O" in way.tasks
+            (f"host{s}.{i}.{n}", option, _size(self.variables, "copied", s, i, option.number))
+            for s, i in {**self.variables.leaves, **self.variables.options}
+            for n, option in enumerate(self.variables.options_of(s, i))
+            if "O" in option.tasks
         ]
         if limit is None or not journeys:
             return
         intervals = [
-            self.variables.span(name, hold_start(way.tasks["O"]), hold_end(way.tasks["R"]), way.literal)
-            for name, way, _ in journeys
+            self.variables.span(name, hold_start(option.tasks["O"]), hold_end(option.tasks["R"]), option.literal)
+            for name, option, _ in journeys
         ]
         self.model.add_cumulative(intervals, [size for _, _, size in journeys], limit)
 
@@ -485,7 +495,7 @@ def add_heads_and_tails(variables: Variables) -> None:
     problem, grid, graph = variables.problem, variables.grid, variables.graph
     spans = problem.objective == "device_span"
     lowest = sorted({stages[0] for stages in problem.stages_of if stages})
-    alike = not problem.has_factors and problem.slice_count == 1
+    alike = problem.has_equal_microbatches
     between = alike and len(lowest) * len(problem.stages) * problem.microbatches**2 <= MOST_BETWEEN
     for low in lowest if spans or between else [0]:
         known = op_times(UnitCosts.of(from_stage(problem, low)))
@@ -514,7 +524,7 @@ def _add_between_microbatches(variables: Variables, low: int, known: OpTimes) ->
     """
     grid, graph, last = variables.grid, variables.graph, variables.problem.microbatches - 1
     times_us = graph.of_stages(graph.duration_us)[..., 0, 0]
-    forward_us, backward_us = times_us[CODE["F"], low], times_us[CODE["B" if graph.splits[low] else "BW"], low]
+    forward_us, backward_us = (times_us[CODE[graph.kind_with(duty, low).name], low] for duty in "FB")
     heads = {"F": known.forward_heads, "B": known.backward_heads}
     to_go = {"F": known.forward_to_go, "B": known.backward_to_go}
     for kind, s in product("FB", range(len(known.forward_heads))):

@@ -22,6 +22,7 @@ from optpipe.stage import Offload, SliceFactors, Stage
 from optpipe.task_graph import lower
 from solver.bounds.unit_order import MOST_ROOM_NODES
 from solver.build import orders_from_times
+from solver.exact.cp_sat.blocks import TICK_US, add_block_hints, add_blocks, all_pairs, overlaps_in_ticks
 from solver.exact.cp_sat.constraints import (
     SLACK,
     Constraints,
@@ -30,7 +31,7 @@ from solver.exact.cp_sat.constraints import (
     add_work_that_memory_holds_back,
 )
 from solver.exact.cp_sat.memory_order import add_memory_order, add_memory_precedences
-from solver.exact.cp_sat.variables import Moment, Variables, Way
+from solver.exact.cp_sat.variables import Moment, OptionTasks, Variables
 from solver.exact.incumbent import Incumbent
 from solver.exact.memory_order import MOST_ORDER_LITERALS, is_ordered_by_memory
 from solver.exact.rules import count_like_pairs, in_weight_order
@@ -114,11 +115,12 @@ def build_model(
     """The whole model. No op ends later than `horizon_us`; no value is below `bound_us`."""
     variables = Variables(problem, grid, grid.horizon(horizon_us))
     variables.add_all()
+    add_blocks(variables, all_pairs(problem))
     Constraints(variables).add_all()
     add_objective(variables, grid.bound_ticks(bound_us))
-    if not variables.graph.trained.all():
-        return variables  # the cuts are proved for F, B and W of every stage
-    alike = not problem.has_factors and problem.slice_count == 1
+    if problem.overlaps or not variables.graph.trained.all():
+        return variables  # the cuts are proved for F, B and W of every stage, one at a time
+    alike = problem.has_equal_microbatches
     if options.work and alike:
         add_work_that_memory_holds_back(variables)
     if options.heads and not problem.has_free_order and 2 * len(problem.stages) * problem.units <= MOST_ROOM_NODES:
@@ -134,7 +136,7 @@ def build_model(
 
 
 def _has_memory_order(problem: Problem, options: Options) -> bool:
-    if problem.has_factors or problem.slice_count > 1 or not lower(problem).trained.all():
+    if not problem.has_equal_microbatches or problem.overlaps or not lower(problem).trained.all():
         return False
     return options.memory_order and is_ordered_by_memory(problem, options.most_order_literals)
 
@@ -245,7 +247,7 @@ class _Search(Incumbent):
         host's budget with the times of the problem, and are then not taken (docs/adr/0003).
         """
         stages = [_retimed(stage, lambda _: 1) for stage in self.problem.stages]
-        retimed = self.problem.replaced(stages=stages, transfer_us=0, objective="makespan")
+        retimed = self.problem.replaced(stages=stages, transfer_us=0, objective="makespan", overlaps=None)
         timeless = _without_time_factors(retimed.replaced(**_retimed_spread(self.problem, lambda _: 1, lambda _: 0)))
         horizon = horizon_us(timeless, float("inf"))
         variables = build_model(timeless, TimeGrid.of(timeless, horizon), horizon, 0.0, self.options)
@@ -259,7 +261,7 @@ class _Search(Incumbent):
     def _climb(self) -> None:
         """Ask for schedules between bound and value, for a part of the time: where there is none, the bound rises.
 
-        The first question is for the bound itself, each further one goes on in longer strides, but never beyond the
+        The first question is for the bound itself, each further one takes longer strides, but never beyond the
         middle. Those far below the optimum are soon refuted, those far above it soon answered; where neither happens in
         a part of the time left, the rest is spent above. None is asked twice: `least_us`, the next one from below, is
         exact, while the bound is rounded, with times of many digits to less than what was just refuted.
@@ -342,13 +344,13 @@ def add_hint(variables: Variables, orders: Orders) -> None:
     if variables.problem.has_factors and not (variables.grid.exact and variables.grid.step == 1):
         return  # true times are not those of the model
     model, ops = variables.model, set(orders.ops())
-    taken = {(s, i): _way_taken(variables, orders, ops, s, i) for s, i in variables.ways}
+    taken = {(s, i): _option_taken(variables, orders, ops, s, i) for s, i in variables.options}
     starts = _hinted_starts(variables, orders, taken)
     tasks, all_starts = dict(variables.tasks), dict(starts)
-    for (s, i), ways in variables.ways.items():
-        for way in ways:
-            model.add_hint(way.literal, way is taken[s, i])
-            tasks |= {task.op: task for task in way.tasks.values() if task.op not in tasks or way is taken[s, i]}
+    for (s, i), options in variables.options.items():
+        for option in options:
+            model.add_hint(option.literal, option is taken[s, i])
+            tasks |= {task.op: task for task in option.tasks.values() if task.op not in tasks or option is taken[s, i]}
     for kind in ("O", "R", "C", "CB"):
         units = variables.problem.units_in_order(kind, orders.microbatch_order).tolist()
         for s, (before, unit) in product(range(len(variables.problem.stages)), pairwise([None, *units])):
@@ -357,8 +359,11 @@ def add_hint(variables: Variables, orders: Orders) -> None:
                 length = tasks[earlier].ticks if earlier in starts else 0
                 all_starts[op] = all_starts[earlier] + length if earlier in all_starts else 0
 
+    more_ticks = add_block_hints(variables, orders.blocks, starts)
+
     def ticks_between(first: Moment, last: Moment) -> int:
-        return last.at(all_starts[last.task.op]) - first.at(all_starts[first.task.op])
+        begin, end = (one.at(all_starts[one.task.op], more_ticks.get(one.task.op, 0)) for one in (first, last))
+        return end - begin
 
     for op, task in tasks.items():
         model.add_hint(task.start, all_starts[op])
@@ -390,23 +395,21 @@ def add_hint(variables: Variables, orders: Orders) -> None:
     model.add_hint(variables.objective, max(ticks_between(begin, end) for begin, end in variables.measured))
 
 
-def _way_taken(variables: Variables, orders: Orders, ops: Collection[Op], s: int, i: int) -> Way:
-    """The way of the activation of microbatch i on stage s in known orders."""
+def _option_taken(variables: Variables, orders: Orders, ops: Collection[Op], s: int, i: int) -> OptionTasks:
+    """The option of the activation of microbatch i on stage s in known orders."""
     if orders.modes is not None:
         choice = int(orders.modes[s, i])
     else:
         choice = int(variables.graph.whole_option[s]) if Op("O", s, i) in ops else 0
     inside = Op("CB", s, i) in ops or Op("CBW", s, i) in ops
-    ways = variables.ways[s, i]
-    return next((way for way in ways if (way.option, "CB" in way.tasks) == (choice, inside)), ways[0])
+    options = variables.options[s, i]
+    return next((option for option in options if (option.number, "CB" in option.tasks) == (choice, inside)), options[0])
 
 
-TICK_US = 2.0**-10
-"""Duration of a tick when known orders are timed on the grid: sums of it are exact, and no op becomes too long."""
-
-
-def _hinted_starts(variables: Variables, orders: Orders, taken: Mapping[tuple[int, int], Way]) -> Mapping[Op, int]:
-    """Start in ticks of each op of known orders, in the ways taken.
+def _hinted_starts(
+    variables: Variables, orders: Orders, taken: Mapping[tuple[int, int], OptionTasks]
+) -> Mapping[Op, int]:
+    """Start in ticks of each op of known orders, in the options taken.
 
     A fused backward is split, a recomputation inside comes before its backward, like W that never are fused are sorted.
     """
@@ -449,7 +452,8 @@ def _timed_in_ticks(variables: Variables, orders: Orders) -> Simulation:
         lambda time_us: TICK_US * variables.grid.length(time_us),
         lambda time_us: TICK_US * grid_ticks(time_us),
     )
-    return simulate(problem.replaced(stages=stages, transfer_us=delays_us, **spread), orders)
+    overlaps = overlaps_in_ticks(variables)
+    return simulate(problem.replaced(stages=stages, transfer_us=delays_us, overlaps=overlaps, **spread), orders)
 
 
 def _retimed(stage: Stage, length: Callable[[float], float]) -> Stage:
@@ -515,16 +519,15 @@ class _Callback(cp_model.CpSolverSolutionCallback):
         planned = {}
         for op, task in variables.tasks.items():
             if op.kind not in COPIES:
-                at = self.value(task.start)
-                planned[op] = (at, at + task.ticks)
+                planned[op] = self.value(task.start), self.value(task.end)
         modes = np.zeros((len(problem.stages), problem.units), np.int64)
-        for s, i in {**variables.leaves, **variables.ways}:
-            way = next(way for way in variables.ways_of(s, i) if self.boolean_value(way.literal))
-            modes[s, i] = way.option
-            for kind, task in way.tasks.items():
+        for s, i in {**variables.leaves, **variables.options}:
+            option = next(option for option in variables.options_of(s, i) if self.boolean_value(option.literal))
+            modes[s, i] = option.number
+            for kind, task in option.tasks.items():
                 at = self.value(task.start)
                 planned[Op(kind, s, i)] = (at, at + task.ticks)
-            if "CB" in way.tasks:
+            if "CB" in option.tasks:
                 planned[Op("CB", s, i)] = (planned[Op("CB", s, i)][0], planned.pop(Op("B", s, i))[1])
         for (s, i), fused in variables.fused.items():
             if self.value(fused):
@@ -538,6 +541,7 @@ class _Callback(cp_model.CpSolverSolutionCallback):
         orders = orders_from_times(
             problem, planned, modes=modes if problem.has_modes else None, microbatch_order=microbatch_order
         )
+        orders = replace(orders, blocks=dict(pair for pair, literal in variables.blocks.items() if self.value(literal)))
         minimises = variables.model.has_objective()  # without one the "best bound" of CP-SAT says nothing
         self.search.offer(orders, variables.grid.proved_us(self.best_objective_bound) if minimises else 0.0)
 

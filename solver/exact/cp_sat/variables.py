@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
-from optpipe.kinds import INSIDE, KIND, OPTIONAL
+from optpipe.kinds import COPIES, INSIDE, KIND, OPTIONAL, TRAINING
 from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.task_graph import TaskGraph, lower
@@ -19,17 +19,21 @@ from solver.exact.ticks import TimeGrid
 
 @dataclass(frozen=True)
 class IntervalTask:
-    """An op in the model: its start (ticks), its fixed length, and the interval they span."""
+    """An op in the model: its start (ticks), its length apart from blocks, and the interval from start to end.
+
+    One that may be part of a block, and then takes longer, has a `stretched_end`.
+    """
 
     op: Op
     start: cp_model.IntVar
     ticks: int
     interval: cp_model.IntervalVar
+    stretched_end: cp_model.IntVar | None = None
 
     @property
     def end(self) -> cp_model.LinearExpr:
         """End, in ticks."""
-        return self.start + self.ticks
+        return self.start + self.ticks if self.stretched_end is None else self.stretched_end
 
 
 @dataclass(frozen=True)
@@ -44,24 +48,33 @@ class Moment:
         """Time, in ticks."""
         return self.task.end if self.is_end else self.task.start
 
-    def at(self, start: int) -> int:
-        """Time if the task starts at `start`."""
-        return start + self.task.ticks if self.is_end else start
+    def at(self, start: int, more_ticks: int = 0) -> int:
+        """Time if the task starts at `start`, and takes so many ticks more in its block."""
+        return start + self.task.ticks + more_ticks if self.is_end else start
 
 
-class Way(NamedTuple):
+class Stretch(NamedTuple):
+    """Length and end of an op that may take longer in blocks, by so many ticks in each; `apart` if it is in none."""
+
+    apart: cp_model.IntVar
+    length: cp_model.IntVar
+    end: cp_model.IntVar
+    blocks: Sequence[tuple[cp_model.IntVar, int]]
+
+
+class OptionTasks(NamedTuple):
     """An option of an activation, its literal, and the tasks that are there with it, by kind.
 
     These are its O, R and C; CB stands for the recomputation alone that its B follows at once.
     """
 
-    option: int
+    number: int
     literal: cp_model.BoolVarT
     tasks: Mapping[str, IntervalTask]
 
 
 def forms(graph: TaskGraph, s: int) -> Sequence[tuple[int, tuple[str, ...]]]:
-    """Options of a stage in every form, with the tasks that each has besides F, B and W, as in `Way`.
+    """Options of a stage in every form, with the tasks that each has besides F, B and W, as in `OptionTasks`.
 
     A copy of no bytes is left out: it frees nothing and takes time.
     """
@@ -79,13 +92,15 @@ class Variables:
     """Variables for a problem on a grid; no op ends later than `horizon` ticks.
 
     `passes`: for each stage the ops that every unit has there. `tasks`: every op that may run, of one length each.
-    `leaves`: the literal of each (stage, microbatch) that may be offloaded, on stages without activation modes. `ways`:
-    on stages with modes, the ways of each (stage, microbatch), of which one is taken. `fused`: the literal of each
-    (stage, microbatch) whose W follows its B at once, as one op BW; only on stages where that can save memory or has to
-    be. `lengths`: the time between two moments for which bytes are held, and its least value. `firsts`: literals for
-    which of two ops is first. `aways`: literals of offloads that leave room when an F starts, each with that F, stage
-    and microbatch. `objective`: the value in ticks, at least the time between the two moments of each pair in
-    `measured`. `barriers`: for each (pass, microbatch) a tick by which it has ended on every device.
+    `leaves`: the literal of each (stage, microbatch) that may be offloaded, on stages without activation modes.
+    `options`: on stages with modes those of each (stage, microbatch), of which one is taken. `fused`: the literal of
+    each (stage, microbatch) whose W follows its B at once, as one op BW; only on stages where that can save memory or
+    has to be. `lengths`: the time between two moments for which bytes are held, and its least value. `firsts`: literals
+    for which of two ops is first. `aways`: literals of offloads that leave room when an F starts, each with that F,
+    stage and microbatch. `objective`: the value in ticks, at least the time between the two moments of each pair in
+    `measured`. `barriers`: for each (pass, microbatch) a tick by which it has ended on every device. `blocks`: the
+    literal of each F and BW that may be one (`solver.exact.cp_sat.blocks`). `stretches`: of the F and W of those.
+    `apart`: the interval of each of these F, there if it is in none.
 
     `before`: where the order of microbatches is free, the literal of each two that differ, of which the
     first is true if the lower number runs first.
@@ -97,10 +112,10 @@ class Variables:
         self.grid = grid
         self.horizon = horizon
         self.model = cp_model.CpModel()
-        self.passes = [[kind for kind in "FBW" if graph.duties[kind][s].all()] for s in range(len(problem.stages))]
+        self.passes = [[kind for kind in TRAINING if graph.duties[kind][s].all()] for s in range(len(problem.stages))]
         self.tasks: dict[Op, IntervalTask] = {}
         self.leaves: dict[tuple[int, int], cp_model.IntVar] = {}
-        self.ways: dict[tuple[int, int], list[Way]] = {}
+        self.options: dict[tuple[int, int], list[OptionTasks]] = {}
         self.fused: dict[tuple[int, int], cp_model.IntVar] = {}
         self.lengths: list[tuple[cp_model.IntVar, Moment, Moment, int]] = []
         self.firsts: list[tuple[cp_model.IntVar, Op, Op]] = []
@@ -108,13 +123,18 @@ class Variables:
         self.measured: list[tuple[Moment, Moment]] = []
         self.before: dict[tuple[int, int], cp_model.IntVar] = {}
         self.barriers: dict[tuple[int, int], cp_model.IntVar] = {}
+        self.blocks: dict[tuple[Op, Op], cp_model.IntVar] = {}
+        self.stretches: dict[Op, Stretch] = {}
+        self.apart: dict[Op, cp_model.IntervalVar] = {}
         self._both: dict[tuple[int, ...], cp_model.IntVar] = {}
         self.objective = self.model.new_int_var(0, horizon, "objective")
-        self.length = cache(lambda kind, s, i=0: self.ticks(kind, s, i, int(graph.whole_option[s])))
-        """Ticks of an op, by kind, stage and unit; of a copy those of a unit that is offloaded whole."""
+        self.length = cache(
+            lambda kind, s, i=0: self.ticks(kind, s, i, int(graph.whole_option[s]) if kind in COPIES else 0)
+        )
+        """Ticks of an op, by kind, stage (of a pass the device) and unit; of a copy those of a unit offloaded whole."""
 
     def ticks(self, kind: str, s: int, i: int, option: int) -> int:
-        """Ticks of a task of a unit in an option, by kind as in `Way`."""
+        """Ticks of a task of a unit in an option, by kind as in `OptionTasks`."""
         if kind == "CB":
             time_us = self.graph.times_us["recompute_inside"][s, option, self.graph.unit_class[i]]
         else:
@@ -132,7 +152,7 @@ class Variables:
                     fused = self.model.new_bool_var(f"fused{s}.{i}")
                     self.fused[s, i] = fused if self.graph.splits[s] else self.model.new_constant(1)
                 if self.graph.has_modes[s]:
-                    self._add_ways(s, i, entries)
+                    self._add_options(s, i, entries)
                 elif len(entries) > 1:
                     leaves = self.leaves[s, i] = self.model.new_bool_var(f"leaves{s}.{i}")
                     for kind in entries[1][1]:
@@ -143,14 +163,14 @@ class Variables:
                 for d in one.devices:
                     self.add_task(Op(one.name, d, i), None)
 
-    def _add_ways(self, s: int, i: int, entries: Sequence[tuple[int, Sequence[str]]]) -> None:
+    def _add_options(self, s: int, i: int, entries: Sequence[tuple[int, Sequence[str]]]) -> None:
         """A literal for each of the `forms` of a stage with modes, and the ops that a microbatch has in it alone."""
-        ways: list[Way] = []
+        options: list[OptionTasks] = []
         starts: dict[str, cp_model.IntVar] = {}
-        for n, (option, kinds) in enumerate(entries):
+        for n, (number, kinds) in enumerate(entries):
             literal, tasks = self.model.new_bool_var(f"variant{s}.{i}.{n}"), {}
             for kind in kinds:
-                op, ticks = Op(kind, s, i), self.ticks(kind, s, i, option)
+                op, ticks = Op(kind, s, i), self.ticks(kind, s, i, number)
                 if kind not in starts:  # one for all options, so that microbatches are in order whatever they choose
                     starts[kind] = self.model.new_int_var(0, self.horizon, str(op))
                 start = starts[kind]
@@ -158,9 +178,9 @@ class Variables:
                     self.model.add(self.task("B", s, i).start == start + ticks).only_enforce_if(literal)
                 interval = self.model.new_optional_fixed_size_interval_var(start, ticks, literal, f"{op}.{n}")
                 tasks[kind] = IntervalTask(op, start, ticks, interval)
-            ways.append(Way(option, literal, tasks))
-        self.model.add_exactly_one(way.literal for way in ways)
-        self.ways[s, i] = ways
+            options.append(OptionTasks(number, literal, tasks))
+        self.model.add_exactly_one(option.literal for option in options)
+        self.options[s, i] = options
 
     def add_task(
         self, op: Op, presence: cp_model.IntVar | None, earliest: int = 0, latest_end: int | None = None
@@ -234,7 +254,7 @@ class Variables:
         That is on to the last stage and back; or first the F of the next slice, its round trip, and its B.
         """
         ticks, stages = self.grid.ticks, len(self.problem.stages)
-        forward_us, backward_us = (self.graph.delays_us[way].tolist() for way in ("forward", "backward"))
+        forward_us, backward_us = (self.graph.delays_us[name].tolist() for name in ("forward", "backward"))
         trips = [[0] * self.problem.units for _ in range(stages)]
         of_class: dict[tuple[int, ...], list[list[int]]] = {}
         count = self.problem.slice_count
@@ -263,12 +283,13 @@ class Variables:
         """The task of an op that the model has."""
         return self.tasks[Op(kind, stage, microbatch)]
 
-    def ways_of(self, stage: int, microbatch: int) -> Sequence[Way]:
-        """The ways of an activation, also of one on a stage without modes."""
+    def options_of(self, stage: int, microbatch: int) -> Sequence[OptionTasks]:
+        """The options of an activation, also of one on a stage without modes."""
         at = stage, microbatch
-        if at in self.ways:
-            return self.ways[at]
+        if at in self.options:
+            return self.options[at]
         if at not in self.leaves:
-            return [Way(0, self._always, {})]
+            return [OptionTasks(0, self._always, {})]
         copies = {kind: self.task(kind, *at) for kind in "OR"}
-        return [Way(0, ~self.leaves[at], {}), Way(int(self.graph.whole_option[stage]), self.leaves[at], copies)]
+        whole = int(self.graph.whole_option[stage])
+        return [OptionTasks(0, ~self.leaves[at], {}), OptionTasks(whole, self.leaves[at], copies)]

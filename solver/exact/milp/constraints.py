@@ -37,7 +37,7 @@ class Constraints:
         """All families."""
         self.precedences()
         self.begin()
-        self.ways()
+        self.one_option()
         self.fused_backwards()
         self.one_op_at_a_time()
         self.channels()
@@ -72,14 +72,14 @@ class Constraints:
                 block = self.rows.block("begin", (firsts,), np.zeros(len(firsts)))
                 block.term(firsts, 1.0).term(int(self.variables.begin[d]), -1.0)
 
-    def ways(self) -> None:
-        """An activation is held in one way; where it is reloaded and recomputed, in this order."""
+    def one_option(self) -> None:
+        """An activation is held in one option; where it is reloaded and recomputed, in this order."""
         variables = self.variables
-        for ways in filter(None, variables.ways.values()):
-            block = self.rows.block("one_way", (np.array([ways[0].forward]),), np.full(1, -1.0))
-            for way in ways:
-                block.term(way.column, -1.0)
-        again = [way.end for way in variables.recomputing if way.variant.ahead and way.variant.mode.offload]
+        for options in filter(None, variables.options.values()):
+            block = self.rows.block("one_way", (np.array([options[0].forward]),), np.full(1, -1.0))
+            for option in options:
+                block.term(option.column, -1.0)
+        again = [option.end for option in variables.recomputing if option.variant.ahead and option.variant.mode.offload]
         x = np.array(again, np.int64)
         r = variables.partners(x, "R")
         self._if_there("reloaded_before", r, x)
@@ -139,7 +139,7 @@ class Constraints:
         if gap is None:
             add_length_terms(block, self.variables, before, -1.0)
 
-    def _both_ways(self, compute: bool) -> tuple[Ints, Ints]:
+    def _both_orders(self, compute: bool) -> tuple[Ints, Ints]:
         a, b = self.variables.order.open_pairs()
         chosen = self.computes[a] == compute
         a, b = a[chosen], b[chosen]
@@ -147,12 +147,12 @@ class Constraints:
 
     def one_op_at_a_time(self) -> None:
         """A device runs one compute op at a time (Zero Bubble, appendix G)."""
-        a, b = self._both_ways(compute=True)
+        a, b = self._both_orders(compute=True)
         self._after("one_op_at_a_time", self.variables.order, (a, b), a, b)
 
     def channels(self) -> None:
         """A channel carries one transfer at a time (OptPipe, section 4); an absent one constrains no other."""
-        a, b = self._both_ways(compute=False)
+        a, b = self._both_orders(compute=False)
         leaves = self.variables.leaves
         big = np.maximum(self.length[a] + self.widest[a, b], 0.0)
         block = self.rows.block("one_copy_at_a_time", (a, b), -2 * big)
@@ -200,12 +200,12 @@ class Constraints:
         n, x = np.nonzero(variables.gone >= 0)
         gone = variables.gone[n, x]
         column, forward, end = (
-            np.array([getattr(way, name) for way in variables.recomputing], np.int64)[n]
+            np.array([getattr(option, name) for option in variables.recomputing], np.int64)[n]
             for name in ("column", "forward", "end")
         )
         self.rows.block("if_recomputed", (gone,), np.zeros(len(n))).term(column, 1.0).term(gone, -1.0)
         compute = self.computes[x]
-        inside = np.array([way.variant.inside for way in variables.recomputing], bool)[n]
+        inside = np.array([option.variant.inside for option in variables.recomputing], bool)[n]
         for family, chosen, table, a, b in (
             ("after_forward", compute, variables.order, forward, x),
             ("until_recomputed", compute, variables.order, x, end),
@@ -217,8 +217,8 @@ class Constraints:
             block = self.rows.block("until_recomputed", (gone[chosen],), np.full(int(chosen.sum()), -1.0))
             block.choice(table, end[chosen], x[chosen], -1.0).term(gone[chosen], -1.0)
         beside = [(variables.recomputing[n], kind, r, c) for (n, kind, r), c in variables.beside.items()]
-        y = np.array([way.column for way, _, _, _ in beside], np.int64)
-        k = np.array([variables.running(way, kind) for way, kind, _, _ in beside], np.int64)
+        y = np.array([option.column for option, _, _, _ in beside], np.int64)
+        k = np.array([variables.running(option, kind) for option, kind, _, _ in beside], np.int64)
         r = np.array([r for _, _, r, _ in beside], np.int64)
         running = np.array([c for *_, c in beside], np.int64)
         block = self.rows.block("while_it_runs", (running,), np.full(len(beside), -1.0)).term(running, 1.0)
@@ -249,17 +249,17 @@ class Constraints:
         for one in variables.fused.values():
             block.term(one.column, -one.start_bytes / unit, takers == one.backward)
             block.term(one.column, one.weight_bytes / unit, takers == one.weight)
-        for way in variables.recomputing:
-            for kind, beside in way.beside_bytes.items():
+        for option in variables.recomputing:
+            for kind, beside in option.beside_bytes.items():
                 # F begins without what is saved, and a backward that recomputes inside is the end of that.
-                less = 0 if kind == "C" else way.saved_bytes
-                block.term(way.column, (less - beside) / unit, takers == variables.running(way, kind))
+                less = 0 if kind == "C" else option.saved_bytes
+                block.term(option.column, (less - beside) / unit, takers == variables.running(option, kind))
 
     def _add_gone(self, block: Block, ops: Ints, unit: float) -> None:
         """Subtract from the level at each op what recomputation saves then."""
-        for n, way in enumerate(self.variables.recomputing):
+        for n, option in enumerate(self.variables.recomputing):
             columns = self.variables.gone[n, ops]
-            block.term(columns, way.saved_bytes / unit, columns >= 0)
+            block.term(columns, option.saved_bytes / unit, columns >= 0)
 
     def level_at_reload(self, device: int, budget: int) -> None:
         """Memory when a reload starts: what has started, less what has ended and what else is away, fits.

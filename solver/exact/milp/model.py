@@ -26,7 +26,7 @@ from solver.exact.milp.constraints import (
     add_work_that_memory_holds_back,
 )
 from solver.exact.milp.time_windows import TOLERANCE
-from solver.exact.milp.variables import DEFAULT, Options, Table, Variables, Way, has_every_schedule
+from solver.exact.milp.variables import DEFAULT, OptionColumn, Options, Table, Variables, has_every_schedule
 from solver.exact.rules import in_weight_order
 from solver.exact.ticks import TimeGrid
 from solver.limits import Limits
@@ -121,17 +121,17 @@ def point_from_orders(variables: Variables, orders: Orders) -> Floats:
     values[variables.objective] = simulation.value_us / variables.unit_us
     start, present = values[: variables.objective], np.zeros(len(variables.ops), bool)
     begin, length = float(simulation.start_us.min()), variables.windows.length
-    taken = _ways_taken(variables, orders)
+    taken = _options_taken(variables, orders)
     slots: dict[Op, tuple[float, float, int]] = {}
     """Start, end and place of each op among those of its device: ops without length may share an instant."""
     place = count()
     longer = np.zeros(len(variables.ops))
     for op in orders.ops():
         at = (float(simulation.start_us[simulation.index[op]]) - begin) / variables.unit_us
-        way = taken.get(op[1:])
+        option = taken.get(op[1:])
         names = (
-            [op.kind + str(way.number)]
-            if way and op.kind in "ORC"
+            [op.kind + str(option.number)]
+            if option and op.kind in "ORC"
             else ["B", "W"]
             if "BW" in op.kind
             else [op.kind[-1]]
@@ -139,8 +139,8 @@ def point_from_orders(variables: Variables, orders: Orders) -> Floats:
         for part in (Op(name, *op[1:]) for name in names):
             if part in variables.index:
                 k = variables.index[part]
-                if "CB" in op.kind and part.kind == "B" and way:
-                    longer[k] = way.variant.mode.recompute_us / variables.unit_us
+                if "CB" in op.kind and part.kind == "B" and option:
+                    longer[k] = option.variant.mode.recompute_us / variables.unit_us
                 end = at + float(length[k]) + float(longer[k])
                 slots[part] = at, end, next(place)
                 at = end
@@ -153,8 +153,8 @@ def point_from_orders(variables: Variables, orders: Orders) -> Floats:
     _place_absent(variables, start, present, places, orders.microbatch_order)
     moves = variables.leaves >= 0
     values[variables.leaves[moves]] = present[moves]
-    for ways in variables.ways.values():
-        values[[way.column for way in ways]] = [way in taken.values() for way in ways]
+    for options in variables.options.values():
+        values[[option.column for option in options]] = [option in taken.values() for option in options]
     for column, firsts in zip(variables.begin.tolist(), variables.windows.firsts, strict=True):
         if column >= 0:
             values[column] = start[firsts].min()
@@ -162,17 +162,17 @@ def point_from_orders(variables: Variables, orders: Orders) -> Floats:
     return values
 
 
-def _ways_taken(variables: Variables, orders: Orders) -> dict[tuple[int, int], Way]:
-    """The way of each activation of known orders that has one of its own and is not kept."""
+def _options_taken(variables: Variables, orders: Orders) -> dict[tuple[int, int], OptionColumn]:
+    """The option of each activation of known orders that has one of its own and is not kept."""
     there = {op for op in orders.ops() if op.kind in ("O", "CB", "CBW")}
     taken = {}
-    for (s, i), ways in variables.ways.items():
+    for (s, i), options in variables.options.items():
         implied = variables.problem.stages[s].choice_numbers.get(OFFLOAD, 0) if Op("O", s, i) in there else 0
         choice = implied if orders.modes is None else int(orders.modes[s, i])
         inside = Op("CB", s, i) in there or Op("CBW", s, i) in there
-        for way in ways:
-            if (way.variant.choice, way.variant.inside) == (choice, inside):
-                taken[s, i] = way
+        for option in options:
+            if (option.variant.choice, option.variant.inside) == (choice, inside):
+                taken[s, i] = option
     return taken
 
 
@@ -259,18 +259,19 @@ def _set_binaries(
     o, q = variables.counted.open_pairs()
     ahead, returned = value(variables.ahead, o, q), value(variables.returned, o, q)
     set_values(variables.counted, o, q, present[o] & (ahead > returned))
-    for n, way in enumerate(variables.recomputing):
+    for n, option in enumerate(variables.recomputing):
         x = np.flatnonzero(variables.gone[n] >= 0)
-        compute, forward, last = variables.windows.computes[x], np.full(len(x), way.forward), np.full(len(x), way.end)
-        over = value(variables.ended if way.variant.inside else variables.started, last, x)
+        compute = variables.windows.computes[x]
+        forward, last = (np.full(len(x), op) for op in (option.forward, option.end))
+        over = value(variables.ended if option.variant.inside else variables.started, last, x)
         begun = np.where(compute, value(variables.order, forward, x), value(variables.started, forward, x))
         before = np.where(compute, value(variables.order, x, last), 1 - over)
-        values[variables.gone[n, x]] = values[way.column] * begun * before
+        values[variables.gone[n, x]] = values[option.column] * begun * before
     for (n, kind, reload_), column in variables.beside.items():
-        way = variables.recomputing[n]
-        k, r = np.array([variables.running(way, kind)]), np.array([reload_])
+        option = variables.recomputing[n]
+        k, r = np.array([variables.running(option, kind)]), np.array([reload_])
         running = value(variables.started, k, r) - value(variables.ended, k, r)
-        values[column] = max(0.0, values[way.column] + float(running[0]) - 1)
+        values[column] = max(0.0, values[option.column] + float(running[0]) - 1)
 
 
 class Timing:
@@ -324,8 +325,8 @@ class Timing:
             for kind, s, i in planned:
                 if kind == "O":
                     modes[s, i] = problem.stages[s].choice_numbers.get(OFFLOAD, 0)
-            for (s, i), ways in variables.ways.items():
-                modes[s, i] = sum(way.variant.choice for way in ways if decided[way.column])
+            for (s, i), options in variables.options.items():
+                modes[s, i] = sum(option.variant.choice for option in options if decided[option.column])
         return orders_from_times(problem, planned, TOLERANCE, modes, variables.microbatch_order(values))
 
 

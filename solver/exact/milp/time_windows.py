@@ -186,7 +186,7 @@ def _variant_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int
 
 
 def _budget_edges(problem: Problem, index: dict[Op, int], fusing: Collection[int]) -> Iterator[tuple[int, int]]:
-    """B(s,j) and W(s,j) that must come before F(s,i), because j and all later ones would not fit beside it.
+    """B(s,j) and W(s,j) that must come before F(s,i), because j and all later ones would not fit with it.
 
     Those that have ended are the first ones in the order of the backwards.
     """
@@ -213,9 +213,9 @@ def _budget_edges(problem: Problem, index: dict[Op, int], fusing: Collection[int
 
 def _least_bytes(stage: Stage) -> tuple[int, int]:
     """The least bytes between F and B in any variant, and at the start of F."""
-    ways = variants(stage)
-    taken = min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways)
-    return min(way.waiting_bytes for way in ways), taken + stage.workspace_bytes.F
+    options = variants(stage)
+    taken = min(option.mode.kept_bytes + option.mode.forward_workspace_bytes for option in options)
+    return min(option.waiting_bytes for option in options), taken + stage.workspace_bytes.F
 
 
 def longest_paths(size: int, source: Ints, target: Ints, weight: Floats) -> Floats | None:

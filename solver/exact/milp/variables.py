@@ -10,7 +10,7 @@ of ten that puts the horizon between 1e3 and 1e4, where HiGHS's absolute toleran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product
 from math import floor, log10
@@ -21,10 +21,11 @@ import numpy as np
 from optpipe.ops import Bools, Floats, Ints, Op
 from optpipe.problem import Problem
 from optpipe.stage import Stage, UnitStage
+from optpipe.task_graph import lower
 from solver.bounds.device import fusing_may_help
 from solver.exact.milp.time_windows import TOLERANCE, TimeWindows
 from solver.exact.rules import microbatches_in_order
-from solver.scale import has_ways
+from solver.scale import has_options
 from solver.variants import Variant, unit_variants, variants
 
 LARGEST_SIZE = 10_000
@@ -60,12 +61,12 @@ class Table:
         return self.column, self.slope, self.constant
 
     def reverse(self, a: Ints, b: Ints) -> None:
-        """Set the value of each pair the other way round to one less that of the pair."""
+        """Set the value of each reversed pair to one less that of the pair."""
         self.column[b, a], self.slope[b, a] = self.column[a, b], -self.slope[a, b]
         self.constant[b, a] = 1 - self.constant[a, b]
 
 
-class Way(NamedTuple):
+class OptionColumn(NamedTuple):
     """A variant of an activation beside kept, `number` among those of its stage, and its column.
 
     `saved_bytes` are not on the device from F, the op `forward`, to its `end`: its C, or B where it recomputes inside.
@@ -100,7 +101,7 @@ def fusing_stages(problem: Problem) -> frozenset[int]:
     return frozenset(
         s
         for s, stage in enumerate(problem.stages)
-        if fusing_may_help(problem, s) and not has_ways(problem, stage.device)
+        if fusing_may_help(problem, s) and not has_options(problem, stage.device)
     )
 
 
@@ -124,8 +125,8 @@ class Variables:
     BW. `follows` and `leads`: masks of the ops whose neighbour in `ops` before them, or after them, is that of the same
     kind and stage that is known to run before them, or after them; W of `fusing` stages may overtake one another.
 
-    `ways`: of every stage and unit the variants that are decided on, by those columns (`leaves` has the column of a
-    variant's ops). `gone[n, x]`: what `recomputing[n]` saves is not there when x starts; `beside[n, kind, r]`: its op
+    `options`: of every stage and unit the variants that are decided on, by those columns (`leaves` has the column of
+    a variant's ops). `gone[n, x]`: what `recomputing[n]` saves is not there when x starts; `beside[n, kind, r]`: its op
     of that kind runs when reload r starts. `longer`: for each B the columns and times of what recomputes inside it.
     """
 
@@ -140,7 +141,8 @@ class Variables:
             limited = problem.devices[stage.device].memory_bytes is not None
             kinds = list("FBWOR" if limited and stage.offload and stage.offload.bytes else "FBW")
             if limited and stage.modes:
-                kinds = ["F", "B", "W", *(kind + str(n) for n, way in enumerate(variants(stage)) for kind in _own(way))]
+                own = (kind + str(n) for n, option in enumerate(variants(stage)) for kind in _own(option))
+                kinds = ["F", "B", "W", *own]
             self.ops += [
                 Op(kind, s, i)
                 for kind in kinds
@@ -150,7 +152,7 @@ class Variables:
         self.index = {op: k for k, op in enumerate(self.ops)}
         size = len(self.ops)
         self.microbatch = np.array([op.microbatch for op in self.ops]) // problem.slice_count
-        self.alike = not problem.has_factors and problem.slice_count == 1
+        self.alike = problem.has_equal_microbatches
         self.fusing = fusing_stages(problem)
         in_order = np.array([op.kind != "W" or op.stage not in self.fusing for op in self.ops])
         places = np.concatenate([np.arange(len(group) * problem.slice_count) for group in groups])
@@ -186,19 +188,23 @@ class Variables:
         self.fused: dict[tuple[int, int], Fused] = {}
         for s, i in product(sorted(self.fusing), range(problem.units)):
             self._add_fused(s, i)
-        self.ways: dict[tuple[int, int], list[Way]] = {}
+        self.options: dict[tuple[int, int], list[OptionColumn]] = {}
         for s, stage in enumerate(problem.stages):
             if stage.modes and problem.devices[stage.device].memory_bytes is not None:
                 for i in range(problem.units):
-                    self._add_ways(s, i)
-        self.recomputing = [way for ways in self.ways.values() for way in ways if way.variant.mode.recomputes]
+                    self._add_options(s, i)
+        self.recomputing = [
+            option for options in self.options.values() for option in options if option.variant.mode.recomputes
+        ]
         self.gone = np.full((len(self.recomputing), size), -1, np.int64)
         self.beside: dict[tuple[int, str, int], int] = {}
         self.longer = {
             self.index[Op("B", s, i)]: [
-                (way.column, way.variant.mode.recompute_us / self.unit_us) for way in ways if way.variant.inside
+                (option.column, option.variant.mode.recompute_us / self.unit_us)
+                for option in options
+                if option.variant.inside
             ]
-            for (s, i), ways in self.ways.items()
+            for (s, i), options in self.options.items()
         }
         self.most_longer = np.zeros(size)
         for k, terms in self.longer.items():
@@ -249,7 +255,7 @@ class Variables:
         """The number of columns."""
         return len(self.names)
 
-    def of(self, kinds: str, device: int) -> Ints:
+    def of(self, kinds: Collection[str], device: int) -> Ints:
         """The ops of some kinds on a device, by index."""
         stages = self.problem.stages
         chosen = [k for k, op in enumerate(self.ops) if op.kind[0] in kinds and stages[op.stage].device == device]
@@ -280,10 +286,12 @@ class Variables:
         sizes up to 10 GB, and not so few that a row's numbers are far from those of the others.
         """
         ops = [k for k, op in enumerate(self.ops) if device in (None, self.problem.stages[op.stage].device)]
-        ways = [
-            way for way in self.recomputing if device in (None, self.problem.stages[self.ops[way.forward].stage].device)
+        options = [
+            option
+            for option in self.recomputing
+            if device in (None, self.problem.stages[self.ops[option.forward].stage].device)
         ]
-        more = [size for way in ways for size in (way.saved_bytes, *way.beside_bytes.values())]
+        more = [size for option in options for size in (option.saved_bytes, *option.beside_bytes.values())]
         more += [size for one in self.fused.values() for size in (one.start_bytes, one.weight_bytes)]
         sizes = np.abs(np.concatenate([self.take[ops], self.free[ops], self.moved[ops], more, [1]]).astype(np.int64))
         divisor, largest = int(np.gcd.reduce(sizes[:-1])) or 1, int(sizes.max())
@@ -327,9 +335,8 @@ class Variables:
         """One binary for each pair whose order the windows leave open."""
         for d in range(len(self.problem.devices)):
             self._order_all(self.of("FBWC", d))
-        for group in self.problem.channel_groups:
-            for kinds in ("O", "R") if self.problem.copy_channels.duplex else ("OR",):
-                self._order_all(np.concatenate([self.of(kinds, d) for d in group]))
+        for group, kinds in lower(self.problem).channels:
+            self._order_all(np.concatenate([self.of(kinds, d) for d in group]))
 
     def _order_all(self, ops: Ints) -> None:
         a, b = ops[np.array(list(combinations(range(len(ops)), 2)), np.int64).reshape(-1, 2).T]
@@ -368,37 +375,37 @@ class Variables:
         can_return = windows.widest[backward, x] >= length[reload] - TOLERANCE
         possible = can_leave & can_return & (x != reload) & ~windows.implies(reload, x) & ~windows.implies(x, o)
         self._open(self.away, "away", o[possible], x[possible])
-        for n, way in enumerate(self.recomputing):
-            if self.problem.stages[self.ops[way.forward].stage].device != device:
+        for n, option in enumerate(self.recomputing):
+            if self.problem.stages[self.ops[option.forward].stage].device != device:
                 continue
             for x_ in np.append(takers, reloads).tolist():
-                known = windows.implies(x_, way.forward) or windows.implies(way.end, x_)
-                if not known and x_ not in (way.forward, way.end):
+                known = windows.implies(x_, option.forward) or windows.implies(option.end, x_)
+                if not known and x_ not in (option.forward, option.end):
                     self.gone[n, x_] = len(self.names)
-                    self.names.append(f"gone_{self._way_name(way)}_{_name(self.ops[x_])}")
-            for kind, beside in way.beside_bytes.items():
+                    self.names.append(f"gone_{self._option_name(option)}_{_name(self.ops[x_])}")
+            for kind, beside in option.beside_bytes.items():
                 if beside == 0:
                     continue
                 for r in reloads.tolist():
-                    k = self.running(way, kind)
+                    k = self.running(option, kind)
                     if not (self.started.may_be(k, r, 1) and self.ended.may_be(k, r, 0)):
                         continue
                     self.beside[n, kind, r] = len(self.names)
-                    self.names.append(f"beside_{kind}_{self._way_name(way)}_{_name(self.ops[r])}")
+                    self.names.append(f"beside_{kind}_{self._option_name(option)}_{_name(self.ops[r])}")
 
-    def running(self, way: Way, kind: str) -> int:
-        """The op of a kind (F, C, B) of an activation in a way."""
-        return way.forward if kind == "F" else way.end
+    def running(self, option: OptionColumn, kind: str) -> int:
+        """The op of a kind (F, C, B) of an activation in an option."""
+        return option.forward if kind == "F" else option.end
 
-    def _way_name(self, way: Way) -> str:
-        return f"{self.ops[way.forward].stage}_{self.ops[way.forward].microbatch}_{way.number}"
+    def _option_name(self, option: OptionColumn) -> str:
+        return f"{self.ops[option.forward].stage}_{self.ops[option.forward].microbatch}_{option.number}"
 
-    def _add_ways(self, s: int, i: int) -> None:
+    def _add_options(self, s: int, i: int) -> None:
         """One column for each variant but kept."""
         stage = self.problem.stage_of(s, i)
         work = stage.workspace_bytes
         forward, backward = self.index[Op("F", s, i)], self.index[Op("B", s, i)]
-        ways = self.ways[s, i] = []
+        options = self.options[s, i] = []
         for n, variant in enumerate(unit_variants(self.problem, s, i)):
             if n == 0:
                 continue
@@ -420,10 +427,10 @@ class Variables:
                         stage.backward_weight_bytes - mode.kept_bytes + taken - freed,
                     )
                     beside["B"] = inside - int(self.take[backward])
-            ways.append(Way(n, variant, column, forward, end, mode.recomputed_bytes, beside))
+            options.append(OptionColumn(n, variant, column, forward, end, mode.recomputed_bytes, beside))
         self.falls[[forward, backward]] = True
-        for way in ways:
-            self.rises[way.end] = self.falls[way.end] = True
+        for option in options:
+            self.rises[option.end] = self.falls[option.end] = True
 
     def _relate(self, table: Table, prefix: str, ops: Ints, reloads: Ints, gap: Floats) -> None:
         """True if op x comes before reload r: known where a precedence or the windows say so."""
@@ -497,7 +504,7 @@ def _sizes_bytes(problem: Problem, op: Op) -> tuple[int, int, int]:
     has freed memory.
     """
     if op.kind[0] == "C":
-        return 0, 0, 0  # in `Way.beside_bytes`, since the activation may be held in another way
+        return 0, 0, 0  # in `OptionColumn.beside_bytes`, since the activation may be held in another option
     if op.kind[0] in "OR":
         return 0, 0, _variant(problem, op).moved_bytes
     stage = problem.stage_of(op.stage, op.microbatch)

@@ -22,15 +22,21 @@ import numpy as np
 from numba import njit
 
 from optpipe.ops import Floats, Ints
+from solver.search.annealing.links import (
+    NOT_YET,
+    Codes,
+    due_us,
+    first_needed,
+    has_links,
+    last_needing,
+    pass_classes,
+    ready_us,
+)
 from solver.search.annealing.sequence import (
-    KINDS,
     MARKS,
     NONE,
     B,
-    Codes,
     Merged,
-    O,
-    R,
     Table,
     W,
     copy,
@@ -69,11 +75,10 @@ class Latest(NamedTuple):
 
 def empty_times(table: Table) -> Times:
     """Allocate the times of any sequences of a problem."""
-    keys = len(KINDS) * table.stages
-    ops = keys << table.shift
+    ops = table.keys << table.shift
     return Times(
         end_us=np.zeros(ops),
-        order=np.full(keys * table.units, NONE, np.int32),
+        order=np.full(table.keys * table.units, NONE, np.int32),
         position=np.full(ops, NONE, np.int32),
         marks=np.zeros((MARKS + 2, table.streams + 2 * table.devices + len(table.first))),
     )
@@ -82,7 +87,7 @@ def empty_times(table: Table) -> Times:
 def empty_latest(table: Table) -> Latest:
     """Allocate latest starts; no op has one yet."""
     return Latest(
-        np.full(len(KINDS) * table.stages << table.shift, NEVER_US),
+        np.full(table.keys << table.shift, NEVER_US),
         np.full((MARKS + 2, table.streams + 2 * table.devices), NEVER_US),
     )
 
@@ -109,7 +114,7 @@ def sweep(
     end. One function, since nearly all time is spent here: with the earliest start in a function of its own annealing
     took 1.8 to 3 times as long.
     """
-    shift, step, offloads = table.shift, table.step, O * table.stages
+    shift, step = table.shift, table.step
     compute, copies, groups = table.streams, table.streams + table.devices, table.streams + 2 * table.devices
     mask, keys = (1 << shift) - 1, table.key_mask
     backwards = B * table.stages << shift
@@ -154,11 +159,17 @@ def sweep(
                     at = max(at, times.end_us[y] + record.delay_us)
                 if record.returns >= 0 and merged.place[record.returns << shift | i] >= 0:
                     at = max(at, times.end_us[record.returns << shift | i])
+                if has_links(table.links):
+                    at = ready_us(
+                        table.links, code >> shift, i, shift, merged.place, times.end_us, clock, groups, g, q, at
+                    )
+                    if at == NOT_YET:
+                        break
                 if record.acquires:
                     # The waits that let a sequence keep its budgets under any timing (docs/math/any-timing.md): for the
                     # last release before it on each other stream of its device. On its own stream it is later anyway.
                     at = max(at, clock[copies + record.device])
-                    if x >> shift >= offloads:
+                    if record.stream >= table.devices:  # a copy
                         at = max(at, clock[compute + record.device])
                 if (
                     at > latest.start_us[x] + slack_us
@@ -170,16 +181,18 @@ def sweep(
                 if at != times.end_us[x]:
                     if x >> shift < W * table.stages:  # F and B, whose ends other stages wait for
                         later_us += at - times.end_us[x]
-                    if table.spans and i == 0 and x >> shift < table.stages:
+                    if table.spans and i == 0 and (x >> shift < table.stages or has_links(table.links)):
                         reach = total + 1  # a device may begin at another time: its span is to be measured again
                     times.end_us[x] = at
                     if record.after >= 0:
                         reach = max(reach, kept.position[record.after << shift | i] + 1)
                     if record.leaves >= 0:
                         reach = max(reach, kept.position[record.leaves << shift | i] + 1)
+                    if has_links(table.links):
+                        reach = 1 + last_needing(table.links, code >> shift, i, shift, kept.position, reach - 1)
                 clock[record.stream] = at
                 if record.releases:
-                    clock[(copies if x >> shift >= offloads else compute) + record.device] = at
+                    clock[(copies if record.stream >= table.devices else compute) + record.device] = at
                 times.order[done] = code
                 done += 1
                 q += 1
@@ -214,7 +227,7 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
     The rules of `sweep` read backwards. Stops early at a mark from `settled` on down where the state is as it was and
     no op before it has a successor whose latest start changed (`reach`). Returns how many ops it went through.
     """
-    shift, step, offloads, reloads = table.shift, table.step, O * table.stages, R * table.stages
+    shift, step = table.shift, table.step
     acquired, reloaded = table.streams, table.streams + table.devices
     mask, keys = (1 << shift) - 1, table.key_mask
     clock = np.empty(latest.marks.shape[1])
@@ -231,9 +244,11 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
             end = min(end, latest.start_us[record.after << shift | i] - record.after_us)
         if record.leaves >= 0 and merged.place[record.leaves << shift | i] >= 0:
             end = min(end, latest.start_us[record.leaves << shift | i])
+        if has_links(table.links):
+            end = due_us(table.links, code >> shift, i, shift, latest.start_us, end)
         if record.releases:
             end = min(end, clock[reloaded + record.device])
-            if x >> shift >= offloads:
+            if record.stream >= table.devices:
                 end = min(end, clock[acquired + record.device])
         start = end - record.duration_us
         own = True
@@ -256,9 +271,11 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
                 reach = min(reach, times.position[record.before << shift | i])
             if record.returns >= 0 and merged.place[record.returns << shift | i] >= 0:
                 reach = min(reach, times.position[record.returns << shift | i])
+            if has_links(table.links):
+                reach = first_needed(table.links, code >> shift, i, shift, times.position, reach)
         clock[record.stream] = start
         if record.acquires:
-            clock[(reloaded if x >> shift >= reloads else acquired) + record.device] = start
+            clock[(reloaded if record.stream >= table.devices else acquired) + record.device] = start
         if k % step == 0:
             if k // step <= settled and reach >= k and equal(clock, latest.marks[k // step]):
                 return begin - k
@@ -270,13 +287,16 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
 def value_us(table: Table, merged: Merged, times: Times, start_us: Floats) -> tuple[float, float]:
     """The largest and the mean time from a device's start to its end, after a sweep to the end.
 
-    Notes in `start_us` when devices begin: with the first F of one of their stages; makespans count from 0.
+    Notes in `start_us` when devices begin: with the first F of one of their stages, or pass; makespans count from 0.
     """
     fill(start_us, NEVER_US if table.spans else 0.0)
     if table.spans:
-        for s in range(table.stages):
-            record = table.classes[merged.ops[merged.place[s << table.shift]] >> table.shift]
-            start_us[record.device] = min(start_us[record.device], times.end_us[s << table.shift] - record.duration_us)
+        first, end = pass_classes(table.links)
+        for n in range(table.stages + end - first):
+            x = (n if n < table.stages else first + n - table.stages) << table.shift
+            if merged.place[x] >= 0:
+                record = table.classes[merged.ops[merged.place[x]] >> table.shift]
+                start_us[record.device] = min(start_us[record.device], times.end_us[x] - record.duration_us)
     largest, total = 0.0, 0.0
     for d in range(table.devices):
         if start_us[d] < NEVER_US:
@@ -311,9 +331,12 @@ def hold_back(table: Table, merged: Merged, times: Times, latest: Latest) -> boo
         latest.marks[MARKS + 1, d] = times.marks[MARKS + 1, d]
         times.marks[0, d] = NEVER_US
     latest_starts(table, merged, times, latest, MARKS + 1, NONE)
-    for s in range(table.stages):
-        d = table.classes[s].device
-        times.marks[0, d] = min(times.marks[0, d], latest.start_us[s << table.shift])
+    first, end = pass_classes(table.links)
+    for n in range(table.stages + end - first):
+        x = (n if n < table.stages else first + n - table.stages) << table.shift
+        if merged.place[x] >= 0:
+            d = table.classes[x >> table.shift].device
+            times.marks[0, d] = min(times.marks[0, d], latest.start_us[x])
     return _sweep_all(table, merged, times, latest)
 
 

@@ -19,6 +19,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.limits import Limits
+from solver.search.annealing.edits import UNTOUCHED, clear, copy_touched, keeps_budgets, note_levels, saved_us, widen
 from solver.search.annealing.kernel import (
     NEVER_US,
     Latest,
@@ -31,23 +32,7 @@ from solver.search.annealing.kernel import (
     sweep,
     value_us,
 )
-from solver.search.annealing.moves import (
-    EXCHANGE,
-    JOIN,
-    MOVES,
-    OFFLOAD,
-    RELAY,
-    REORDER,
-    UNTOUCHED,
-    WAY,
-    clear,
-    copy_touched,
-    keeps_budgets,
-    note_levels,
-    propose,
-    saved_us,
-    widen,
-)
+from solver.search.annealing.moves import EXCHANGE, JOIN, MOVES, OFFLOAD, OPTION, RELAY, REORDER, propose
 from solver.search.annealing.sequence import (
     MARKS,
     NONE,
@@ -140,8 +125,8 @@ def build_state(table: Table, merged: Merged, seed: int) -> State | None:
 def _possible_moves(table: Table) -> Ints:
     """1 for each kind of move that a problem has an object for, else 0."""
     kinds = np.arange(MOVES)
-    modes = table.ways > 1 and not table.has_blocks
-    choices = (kinds == WAY) | (kinds == EXCHANGE) if modes else (kinds == OFFLOAD) | (kinds == RELAY)
+    modes = table.options > 1 and not table.has_blocks
+    choices = (kinds == OPTION) | (kinds == EXCHANGE) if modes else (kinds == OFFLOAD) | (kinds == RELAY)
     possible = (kinds < OFFLOAD) | (choices & (len(table.choosing) > 0))
     possible |= ((kinds == REORDER) & table.free_order) | ((kinds == JOIN) & table.has_blocks)
     return np.asarray(possible, np.int64)
@@ -352,8 +337,8 @@ def local_search(problem: Problem, limits: Limits, start: Solution, on_solution:
 
 def _mean_duration_us(table: Table, merged: Merged) -> float:
     """The mean duration of F, B and W, over all stages and units."""
-    numbers, counts = np.unique(merged.ops[merged.place[: table.units]] >> table.way_shift, return_counts=True)
-    firsts = (numbers // table.ways * table.ways) << (table.way_shift - table.shift)
+    numbers, counts = np.unique(merged.ops[merged.place[: table.units]] >> table.option_shift, return_counts=True)
+    firsts = (numbers // table.options * table.options) << (table.option_shift - table.shift)
     means = [table.classes["duration_us"][first : first + 3 * table.stages].mean() for first in firsts]
     return float(np.average(means, weights=counts / counts.sum()))
 
@@ -413,7 +398,8 @@ class _Thread:
             self.state.energy_weights[FLOW], self.state.energy_weights[SAVED] = cooling.flow, cooling.saved
             while not self._over() and self._spent() < end:
                 done = min(1.0, (self._spent() - first) / (end - first))
-                if self.state.table.spans and self.state.table.free_order:
+                table = self.state.table
+                if table.spans and (table.free_order or table.links is not None):
                     begin_annealing(self.state, self.state.kept)  # when devices may begin depends on the order
                 anneal(self.state, temperature_us * COOLING_FACTOR**-done, CHUNK_WORK)
                 self._offer(REPORT_WORK_PER_OP * int(self.state.best.length.sum()))

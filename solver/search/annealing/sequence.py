@@ -11,17 +11,20 @@ microbatches or slices of them, are numbered here in the order of the forwards o
 after microbatch, its slices from the last to the first (`turned`). A fused backward is a B with its W right behind it,
 or a B alone on a stage that cannot split it. A *group* is the devices that share copy channels, usually one device.
 
-Where stages have activation modes, each activation is held in a *way*: a mode, and ahead or inside where it recomputes.
-Where units have costs of their own, they fall into *unit classes* of equal costs. In sequences an op carries the number
-``unit class * ways + way`` above its class, so that the record at ``code >> shift`` has what it costs; all else knows
-ops by ``code & key_mask``, which has no such number. W costs the same in every way and carries way 0. Without modes and
-factors the number is 0, and codes are ops. Where the order of the microbatches is free, the unit classes of the units
-are that order: microbatches of one class are alike, and keep the order of their numbers in the problem.
+Where stages have activation modes, each activation is held in an *option*: a mode, and ahead or inside where it
+recomputes. Where units have costs of their own, they fall into *unit classes* of equal costs. In sequences an op
+carries the number ``unit class * options + option`` above its class, so that the record at ``code >> shift`` has what
+it costs; all else knows ops by ``code & key_mask``, which has no such number. W costs the same in every option and
+carries option 0. Without modes and factors the number is 0, and codes are ops. Where the order of the microbatches is
+free, the unit classes of the units are that order: microbatches of one class are alike, and keep the order of their
+numbers in the problem.
 
-Where pairs of stages may run as one block (`Problem.overlaps`), an F of way 1 *joins*: it is one block with the
+Where pairs of stages may run as one block (`Problem.overlaps`), an F of option 1 *joins*: it is one block with the
 backward right behind it if they may be one, and with the W of that, which stands behind both. So a block is a matter of
 places, and whatever comes between its ops parts them. Its F takes the time of the block and waits for what either op
 needs, its B and W take none (`Merged.block_us`). Problems with activation modes have no blocks here.
+
+Spread passes have classes of their own behind those of stages (`links`): one a device, and one for each barrier.
 
 Random numbers are xorshift (Marsaglia 2003), since numba's own generator belongs to a thread: this one belongs to a
 search, so that a seed gives one run.
@@ -37,18 +40,18 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.kinds import CODE, COPIES, ROWS, STREAM_OF_KIND, STREAMS, WHOLE_BACKWARD, codes, covering, kind_of
+from optpipe.kinds import CODE, COPIES, ROWS, STREAMS, WHOLE_BACKWARD, codes, covering, kind_of
 from optpipe.mode_names import OFFLOAD
 from optpipe.ops import DeviceOrders, Floats, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation
 from optpipe.stage import Stage
-from optpipe.task_graph import lower
+from optpipe.task_graph import TaskGraph, lower
 from solver.scale import refuse_too_many_costs
+from solver.search.annealing.links import Codes, Links, PassClasses, build_links, first_needed
 from solver.variants import Variant, variants
 
-Codes = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 Records = NDArray[Any]
 
@@ -81,20 +84,21 @@ _CLASS = np.dtype(
         ("change_bytes", np.int64),  # what it leaves behind
         ("block_bytes", np.int64),  # for F and B: what it takes at the start of a block
         ("factor", np.float64),  # for F and B: that of its unit, by the larger of which the time of a block grows
-        ("drawn", np.int32),  # for F: the number of ways among which moves choose, the first ones
-        ("copies", np.int32),  # for F: 1 if its way has O and R
-        ("again", np.int32),  # for F: 1 if its way has C
+        ("drawn", np.int32),  # for F: the number of options among which moves choose, the first ones
+        ("copies", np.int32),  # for F: 1 if its option has O and R
+        ("again", np.int32),  # for F: 1 if its option has C
     ]
 )
 
 
 class Table(NamedTuple):
-    """Constants of a problem. `classes`: one record a class, from ``n << (way_shift - shift)`` on with the costs of
-    number n, which is ``unit class * ways + way``.
+    """Constants of a problem. `classes`: one record a class, from ``n << (option_shift - shift)`` on with the costs of
+    number n, which is ``unit class * options + option``.
 
     `first`: by group, where its part of the sequence array begins. `alone`: by group, its device if it has one only.
-    `step`: ops from one mark of a sweep to the next. `choosing`: the stages that may offload, or with several ways.
-    `key_mask`: the lowest `way_shift` bits of a code. `free_order`: True if microbatches may change places.
+    `step`: ops from one mark of a sweep to the next. `choosing`: the stages that may offload, or with several options.
+    `key_mask`: the lowest `option_shift` bits of a code. `free_order`: True if microbatches may change places.
+    `keys`: the number of classes of number 0. `links`: what there is of spread passes and gates, None without any.
     `has_blocks`: True if a forward and a backward may be one block. `block_us`: the time of one by the stages of both,
     for units of factor 1; below 0 where they may not be one, None where there are no blocks. All functions are given
     the table by value, so it is kept small.
@@ -113,25 +117,32 @@ class Table(NamedTuple):
     alone: Ints
     budget_bytes: Ints
     choosing: Ints
-    ways: int
-    way_shift: int
+    options: int
+    option_shift: int
     key_mask: int
     free_order: bool
     has_blocks: bool
     block_us: Floats | None
+    keys: int
+    links: Links | None
 
 
 def build_table(problem: Problem) -> Table:
     """Build the constants of a problem. Raises MethodError where there are more different ops than codes."""
     refuse_too_many_costs(problem)
     count, m = len(problem.stages), problem.units
-    keys, shift = len(KINDS) * count, max(m - 1, 1).bit_length()
-    ways = [stage_ways(problem, s) for s in range(count)]
-    way_shift = shift + keys.bit_length()
-    classes = _classes(problem, ways, 1 << keys.bit_length())
+    numbers = PassClasses.of(problem, len(KINDS) * count)
+    keys, shift = numbers.keys, max(m - 1, 1).bit_length()
+    options = [options_of_stage(problem, s) for s in range(count)]
+    option_shift = shift + keys.bit_length()
+    stride, most_options = 1 << keys.bit_length(), max(map(len, options))
+    classes = _classes(problem, options, numbers, stride)
+    links = build_links(problem, KINDS, numbers, classes["group"], stride, most_options)
     capacity = np.bincount(classes["group"][:keys], minlength=len(problem.channel_groups)) * m
     copying = [s for s, stage in enumerate(problem.stages) if any(mode.offload for mode in stage.choices)]
     recomputing = sum(any(mode.recomputes for mode in stage.choices) for stage in problem.stages)
+    spread = sum(len(one.devices) for one in lower(problem).passes) + len(numbers.barriers)
+    alone = [g[0] if len(g) == 1 else NONE for g in problem.channel_groups]
     block_us = np.full((count, count), -1.0)
     for stages, time_us in problem.block_us.items():
         block_us[stages] = time_us
@@ -141,20 +152,22 @@ def build_table(problem: Problem) -> Table:
         units=m,
         slices=problem.slice_count,
         devices=len(problem.devices),
-        streams=len(problem.devices) + 2 * len(problem.channel_groups),
-        step=(3 * count + 2 * len(copying) + recomputing) * m // MARKS + 1,
+        streams=len(problem.devices) + 2 * len(problem.channel_groups) + len(numbers.barriers),
+        step=(3 * count + 2 * len(copying) + recomputing + spread) * m // MARKS + 1,
         spans=problem.objective == "device_span",
         classes=classes,
         first=np.concatenate([[0], np.cumsum(capacity)[:-1]]).astype(np.int64),
-        alone=np.array([g[0] if len(g) == 1 else NONE for g in problem.channel_groups], np.int64),
+        alone=np.array([*alone, *(NONE for _ in numbers.barriers)], np.int64),
         budget_bytes=budgets_bytes(problem),
         choosing=np.flatnonzero(classes["drawn"][:count] > 1) if problem.has_modes else np.array(copying, np.int64),
-        ways=max(map(len, ways)),
-        way_shift=way_shift,
-        key_mask=(1 << way_shift) - 1,
+        options=most_options,
+        option_shift=option_shift,
+        key_mask=(1 << option_shift) - 1,
         free_order=problem.has_free_order,
         has_blocks=_has_blocks(problem),
         block_us=block_us if _has_blocks(problem) else None,
+        keys=keys,
+        links=links,
     )
 
 
@@ -171,8 +184,8 @@ def turned(slices: int, forwards: bool, place: int) -> int:
     return place if slices == 1 or forwards else place + slices - 1 - 2 * (place % slices)
 
 
-def stage_ways(problem: Problem, s: int) -> Sequence[Variant]:
-    """The ways of a stage: its variants, then the modes that these leave out, since a start may have them.
+def options_of_stage(problem: Problem, s: int) -> Sequence[Variant]:
+    """The options of a stage: its variants, then the modes that these leave out, since a start may have them.
 
     Without modes there is one, which is kept; there an activation leaves if its O is in the sequence. Where there are
     blocks there is another, of an F that joins.
@@ -181,7 +194,7 @@ def stage_ways(problem: Problem, s: int) -> Sequence[Variant]:
     found = list(variants(stage))
     if not problem.has_modes:
         return found[:1] * (2 if _has_blocks(problem) else 1)
-    others = set(range(len(stage.choices))) - {way.choice for way in found}
+    others = set(range(len(stage.choices))) - {option.choice for option in found}
     return found + [Variant(choice, stage.choices[choice]) for choice in sorted(others)]
 
 
@@ -190,20 +203,25 @@ def budgets_bytes(problem: Problem) -> Ints:
     return np.array([NO_BUDGET if d.memory_bytes is None else d.memory_bytes for d in problem.devices], np.int64)
 
 
-def _classes(problem: Problem, ways: Sequence[Sequence[Variant]], stride: int) -> Records:
-    """Records of all classes, those of number n from ``n * stride`` on; costs of classes that a way lacks are 0."""
+def _classes(problem: Problem, options: Sequence[Sequence[Variant]], pass_classes: PassClasses, stride: int) -> Records:
+    """Records of all classes, those of number n from ``n * stride`` on; costs of classes that an option lacks are 0."""
     stages, count, devices = problem.stages, len(problem.stages), len(problem.devices)
     group_of = {d: g for g, members in enumerate(problem.channel_groups) for d in members}
-    keys, most_ways = len(KINDS) * count, max(map(len, ways))
-    numbers = len(problem.class_units) * most_ways
+    keys, most_options = pass_classes.keys, max(map(len, options))
+    numbers = len(problem.class_units) * most_options
     classes = np.zeros((numbers - 1) * stride + keys, _CLASS)
     first = classes[:keys]
-    for c, record in enumerate(first):
+    for c, record in enumerate(first[: pass_classes.first]):
         kind, stage = KINDS[c // count], stages[c % count]
         group = group_of[stage.device]
         channel = devices + 2 * group + int(kind == "R" and problem.copy_channels.duplex)
         record["device"], record["group"] = stage.device, group
         record["stream"] = channel if kind in "OR" else stage.device
+    for c in range(pass_classes.first, pass_classes.first_barrier):
+        device = (c - pass_classes.first) % devices
+        first["device"][c], first["group"][c], first["stream"][c] = device, group_of[device], device
+    for n, c in enumerate(range(pass_classes.first_barrier, keys), len(problem.channel_groups)):
+        first["group"][c], first["stream"][c] = n, devices + len(problem.channel_groups) + n
     for name in ("before", "returns", "after", "leaves"):
         first[name] = NONE
     first["before"][F * count + 1 : B * count] = np.arange(F * count, B * count - 1)
@@ -221,36 +239,46 @@ def _classes(problem: Problem, ways: Sequence[Sequence[Variant]], stride: int) -
     graph = lower(problem)
     delays_us = {name: delays[:, problem.class_units] for name, delays in graph.delays_us.items()}
     for n in range(numbers):
-        unit_class, number = divmod(n, most_ways)
+        unit_class, number = divmod(n, most_options)
         records = classes[n * stride : n * stride + keys]
         records[:] = first
         forward_us, backward_us = (delays_us[name][:, unit_class] for name in ("forward", "backward"))
         records["delay_us"][F * count + 1 : B * count] = records["after_us"][F * count : B * count - 1] = forward_us
         records["delay_us"][B * count : W * count - 1] = records["after_us"][B * count + 1 : W * count] = backward_us
         for s in range(count):
-            if number >= len(ways[s]):
+            if number >= len(options[s]):
                 continue
-            way = ways[s][number]
-            kinds = [_op_kind(kind, stages[s], way, named=problem.has_modes) for kind in KINDS]
-            at = [(k * count + s, kind) for k, kind in enumerate(kinds) if kind]
-            own, there = zip(*at, strict=True)
-            option = way.choice if problem.has_modes else None
-            types = graph.types_of_stage(codes(there), s, option, unit_class)
-            effects = graph.device_bytes[types]
-            changes = effects.sum(axis=1)
+            option = options[s][number]
+            kinds = [_op_kind(kind, stages[s], option, named=problem.has_modes) for kind in KINDS]
+            own, there = zip(*((k * count + s, kind) for k, kind in enumerate(kinds) if kind), strict=True)
+            choice = option.choice if problem.has_modes else None
             costs = records[[*own]]
-            costs["duration_us"], costs["change_bytes"] = graph.duration_us[types], changes
-            costs["need_bytes"] = np.maximum(effects[:, 0], changes)
-            costs["acquires"], costs["releases"] = (effects[:, 0] > 0) | (changes > 0), effects[:, 1] < 0
-            whole = graph.types_of_stage([CODE[kind_of("B", "W")]], s, option, unit_class)
+            effects = _set_costs(graph, costs, graph.types_of_stage(codes(there), s, choice, unit_class))
+            whole = graph.types_of_stage([CODE[kind_of("B", "W")]], s, choice, unit_class)
             costs["block_bytes"] = graph.device_bytes[whole, 0]
             costs["block_bytes"][own.index(s)] = effects[own.index(s), 0]
             costs["factor"] = [_block_factor(problem, kind, s, unit_class) for kind in there]
             records[[*own]] = costs
             record = records[s]
             record["drawn"] = len(variants(stages[s]))
-            record["copies"], record["again"] = way.mode.offload is not None, way.ahead
+            record["copies"], record["again"] = option.mode.offload is not None, option.ahead
+        for n, one in enumerate(graph.passes):
+            at = pass_classes.of_pass(n, np.array(one.devices))
+            costs = records[at]
+            unit = problem.class_units[unit_class]
+            _set_costs(graph, costs, np.array([graph.type_of(one.name, d, 0, unit) for d in one.devices]))
+            records[at] = costs
     return classes
+
+
+def _set_costs(graph: TaskGraph, costs: Records, types: Ints) -> Ints:
+    """Set durations and memory of classes to those of these types of ops. Returns what these do to memory."""
+    effects = graph.device_bytes[types]
+    changes = effects.sum(axis=1)
+    costs["duration_us"], costs["change_bytes"] = graph.duration_us[types], changes
+    costs["need_bytes"] = np.maximum(effects[:, 0], changes)
+    costs["acquires"], costs["releases"] = (effects[:, 0] > 0) | (changes > 0), effects[:, 1] < 0
+    return effects
 
 
 def _block_factor(problem: Problem, kind: str, stage: int, unit_class: int) -> float:
@@ -258,17 +286,17 @@ def _block_factor(problem: Problem, kind: str, stage: int, unit_class: int) -> f
     return float(own.forward if kind == "F" else max(own.backward_input, own.backward_weight))
 
 
-def _op_kind(kind: str, stage: Stage, way: Variant, named: bool) -> str | None:
-    """Kind of the op that a kind of sequences is in a way; None if there is none. `named`: stages have modes."""
-    if kind in COPIES and not (way.mode.offload if named else stage.offload):
+def _op_kind(kind: str, stage: Stage, option: Variant, named: bool) -> str | None:
+    """Kind of the op that a kind of sequences is in an option; None if there is none. `named`: stages have modes."""
+    if kind in COPIES and not (option.mode.offload if named else stage.offload):
         return None
-    if kind == "C" and not way.ahead:
+    if kind == "C" and not option.ahead:
         return None
     if kind == "W" and not stage.split_backward:
         return None
     if kind != "B":
         return kind
-    return kind_of("B", *([] if stage.split_backward else ["W"]), *(["C"] if way.inside else []))
+    return kind_of("B", *([] if stage.split_backward else ["W"]), *(["C"] if option.inside else []))
 
 
 FUSED = [*codes(covering("B", "W"))]
@@ -329,7 +357,7 @@ def block_at(table: Table, merged: Merged, q: int) -> float:
     code, keys, mask = merged.ops[q], table.key_mask, (1 << table.shift) - 1
     x = code & keys
     f = x >> table.shift
-    if f >= table.stages or (code >> table.way_shift) % table.ways == 0 or q + 1 == len(merged.ops):
+    if f >= table.stages or (code >> table.option_shift) % table.options == 0 or q + 1 == len(merged.ops):
         return NONE
     other = merged.ops[q + 1]
     y = other & keys
@@ -398,32 +426,43 @@ def merge(table: Table, simulation: Simulation) -> Merged:
     where one overtakes a W (docs/adr/0006), the W of that stage change places to be in order.
     """
     problem, ops = simulation.problem, simulation.ops
-    fused = np.isin(ops.kind, FUSED) & np.array([stage.split_backward for stage in problem.stages])[ops.stage]
+    numbers = PassClasses.of(problem, len(KINDS) * table.stages)
+    of_stages, spread = np.where(ops.spread, 0, ops.stage), ops.spread
+    fused = np.isin(ops.kind, FUSED) & np.array([stage.split_backward for stage in problem.stages])[of_stages]
     part = np.repeat(np.arange(len(ops)), 1 + fused)  # a fused backward twice: B, then W
     second = np.diff(part, prepend=-1) == 0
-    kind, stage, first = KIND_OF_PART[ops.kind[part]], ops.stage[part], fused[part] & ~second
+    kind, stage, first = KIND_OF_PART[np.where(spread, 0, ops.kind)[part]], of_stages[part], fused[part] & ~second
     kind[second] = W
+    spread = spread[part]
     units = ops.microbatch[part]
     joined = _blocks(simulation)
     block = joined[part]
-    way = np.where(kind == W, 0, _ways_taken(table, simulation, joined)[stage, units])
-    above = (problem.unit_class[units] * table.ways + way) << (table.way_shift - table.shift)
-    of_class = above | kind * table.stages + stage
+    option = np.where((kind == W) | spread, 0, _options_taken(table, simulation, joined)[stage, units])
+    above = (problem.unit_class * table.options) << (table.option_shift - table.shift)
+    of_pass = numbers.of_pass(ops.kind[part] - len(ROWS), ops.stage[part])
+    of_class = above[units] + (option << (table.option_shift - table.shift))
+    of_class |= np.where(spread, of_pass, kind * table.stages + stage)
     start_us, end_us = simulation.start_us[part], simulation.end_us[part]
     between_us = start_us + table.classes["duration_us"][np.where(first, of_class, 0)]
     between_us[block] = start_us[block]
     start_us[second] = end_us[first] = between_us[first]
     releases_only = table.classes["releases"] > table.classes["acquires"]
     key_us = np.where(releases_only[of_class] & ~block, end_us, start_us)  # nothing comes between the ops of a block
-    lane = len(STREAMS) * simulation.device[part] + np.asarray(STREAM_OF_KIND)[ops.kind[part]]
-    lanes = np.concatenate([[0], 1 + np.flatnonzero(np.diff(lane)), [len(lane)]])
+    lane = len(STREAMS) * simulation.device[part] + ops.stream[part]
+    lanes = [0, *(1 + np.flatnonzero(np.diff(lane))).tolist(), len(lane)]
     forwards = ops.microbatch[(ops.kind == F) & (ops.stage == 0)]  # in the order in which they run
     codes = (of_class << table.shift | np.argsort(forwards)[units]).astype(np.int32)
     backward_place = np.argsort(problem.units_in_order("W", forwards[:: table.slices] // table.slices))[units]
     for s in range(table.stages):
         of_stage = np.flatnonzero((kind == W) & (stage == s))
         codes[of_stage] = codes[of_stage[np.argsort(backward_place[of_stage])]]
-    ops_in_place, length_of, place = _merge(table, codes, key_us, lanes)
+    for number in numbers.barriers:
+        members, latest_us = ops.kind == len(ROWS) + number, np.zeros(problem.units)
+        np.maximum.at(latest_us, ops.microbatch[members], simulation.end_us[members])
+        of_units = (above[forwards] | numbers.barrier(number)) << table.shift | np.arange(problem.units)
+        codes, key_us = np.append(codes, of_units.astype(np.int32)), np.append(key_us, latest_us[forwards])
+        lanes.append(len(codes))
+    ops_in_place, length_of, place = _merge(table, codes, key_us, np.array(lanes))
     merged = Merged(ops_in_place, length_of, place, np.full(len(place), -1.0) if table.has_blocks else None)
     for begin, length in zip(table.first.tolist(), merged.length.tolist(), strict=True):
         note_blocks(table, merged, begin, begin + length)
@@ -441,8 +480,8 @@ def _blocks(simulation: Simulation) -> Flags:
     return joined
 
 
-def _ways_taken(table: Table, simulation: Simulation, joined: Flags) -> Ints:
-    """The way of each activation, of shape (stages, units). An F joins unless it is apart from a backward behind it."""
+def _options_taken(table: Table, simulation: Simulation, joined: Flags) -> Ints:
+    """The option of each activation, of shape (stages, units). An F joins unless the backward behind it is apart."""
     problem, ops = simulation.problem, simulation.ops
     size = len(problem.stages), problem.units
     taken = np.zeros(size, np.int64)
@@ -454,13 +493,14 @@ def _ways_taken(table: Table, simulation: Simulation, joined: Flags) -> Ints:
     if not problem.has_modes:
         return taken
     present = np.zeros((len(ROWS), *size), bool)
-    present[ops.kind, ops.stage, ops.microbatch] = True
+    of_stages = ops[np.flatnonzero(~ops.spread)]
+    present[of_stages.kind, of_stages.stage, of_stages.microbatch] = True
     inside = present[BACKWARD_INSIDE] | present[CODE[kind_of("B", "W", "C")]]
     for s, stage in enumerate(problem.stages):
         copied = present[CODE["O"], s] * stage.choice_numbers.get(OFFLOAD, 0)
         modes = copied if simulation.modes is None else simulation.modes[s]
-        for n, way in enumerate(stage_ways(problem, s)):
-            taken[s, (modes == way.choice) & (inside[s] == way.inside)] = n
+        for n, option in enumerate(options_of_stage(problem, s)):
+            taken[s, (modes == option.choice) & (inside[s] == option.inside)] = n
     return taken
 
 
@@ -470,10 +510,9 @@ def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> tuple[C
 
     At one time releases go before ops that take memory.
     """
-    keys = len(KINDS) * table.stages
-    ops = np.full(keys * table.units, NONE, np.int32)
+    ops = np.full(table.keys * table.units, NONE, np.int32)
     length = np.zeros(len(table.first), np.int64)
-    place = np.full(keys << table.shift, NONE, np.int32)
+    place = np.full(table.keys << table.shift, NONE, np.int32)
     present = np.zeros(len(place), np.bool_)
     for code in waiting:
         present[code & table.key_mask] = True
@@ -508,6 +547,8 @@ def _ready(table: Table, present: Flags, place: Codes, x: int) -> bool:
     before = table.classes[c].before
     if before >= 0 and place[before << table.shift | i] < 0:
         return False
+    if first_needed(table.links, c, i, table.shift, place, 0) < 0:
+        return False
     reload = table.classes[c].returns
     return bool(reload < 0 or not present[reload << table.shift | i] or place[reload << table.shift | i] >= 0)
 
@@ -516,30 +557,36 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
     """The orders, channel orders and waits that sequences stand for."""
     groups = zip(table.first.tolist(), merged.length.tolist(), strict=True)
     codes = np.concatenate([merged.ops[first : first + length] for first, length in groups])
+    numbers = PassClasses.of(problem, len(KINDS) * table.stages)
+    codes = codes[(codes & table.key_mask) >> table.shift < numbers.first_barrier]
     in_block = np.zeros(len(codes), bool)
     if merged.block_us is not None:
         kind, in_block = (codes & table.key_mask) >> table.shift, merged.block_us[codes & table.key_mask] >= 0
         codes = codes[~(in_block & (kind >= W * table.stages) & (kind < C * table.stages))]
         in_block = merged.block_us[codes & table.key_mask] >= 0
     of_class = codes >> table.shift
-    kind, stage = np.divmod((codes & table.key_mask) >> table.shift, table.stages)
+    own_class = (codes & table.key_mask) >> table.shift
+    spread = own_class >= numbers.first
+    kind, stage = np.divmod(np.where(spread, 0, own_class), table.stages)
     microbatch_order = _microbatch_order(problem, table, merged)
     unit = problem.units_in_order("F", microbatch_order)[codes & ((1 << table.shift) - 1)]
-    way = (codes >> table.way_shift) % table.ways
+    option = (codes >> table.option_shift) % table.options
     inside, modes = np.zeros(len(codes), bool), None
     if problem.has_modes:
         modes = np.zeros((table.stages, table.units), np.int64)
         for s in range(table.stages):
             of_stage = stage == s
-            ways = stage_ways(problem, s)
-            inside |= of_stage & (kind == B) & np.array([entry.inside for entry in ways])[way * of_stage]
-            forwards = of_stage & (kind == F)
-            modes[s, unit[forwards]] = np.array([entry.choice for entry in ways])[way[forwards]]
+            options = options_of_stage(problem, s)
+            inside |= of_stage & (kind == B) & np.array([entry.inside for entry in options])[option * of_stage]
+            forwards = of_stage & (kind == F) & ~spread
+            modes[s, unit[forwards]] = np.array([entry.choice for entry in options])[option[forwards]]
     of_orders = np.where(inside, BACKWARD_INSIDE, KIND_OF_ORDERS[kind])
     whole = (in_block & (kind == B)) | ~np.array([entry.split_backward for entry in problem.stages])[stage]
-    ops = OpArray(np.where(whole, WHOLE[of_orders], of_orders), stage, unit)
-    stream = np.asarray(STREAM_OF_KIND)[ops.kind]
-    lane = len(STREAMS) * table.classes["device"][of_class] + stream
+    of_orders = np.where(whole, WHOLE[of_orders], of_orders)
+    number, device = np.divmod(own_class - numbers.first, table.devices)
+    places = np.where(spread, device, stage)
+    ops = OpArray(np.where(spread, len(ROWS) + number, of_orders), places, unit, problem.pass_names)
+    lane = len(STREAMS) * table.classes["device"][of_class] + ops.stream
     lanes = len(STREAMS) * len(problem.devices)
     by_lane = np.argsort(lane, kind="stable")
     streams = [ops[places] for places in np.split(by_lane, np.cumsum(np.bincount(lane, minlength=lanes))[:-1])]
@@ -549,7 +596,7 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
         on_channel = np.isin(lane, [len(STREAMS) * d + STREAMS.index(name) for d, name in served])
         channels.append(ops[np.flatnonzero(on_channel)])
     waits = _waits(table, ops, of_class, lane)
-    firsts = np.flatnonzero(in_block & (kind == F))
+    firsts = np.flatnonzero(in_block & (kind == F) & ~spread)
     blocks = dict(zip(ops[firsts], ops[firsts + 1], strict=True))
     return Orders(devices, waits, [channel for channel in channels if channel], modes, microbatch_order, blocks)
 
@@ -562,7 +609,7 @@ def _microbatch_order(problem: Problem, table: Table, merged: Merged) -> list[in
     if not table.free_order:
         return None
     first = merged.ops[merged.place[: table.units : table.slices]]  # F of their first slices on the first stage
-    classes = (first >> table.way_shift) // table.ways
+    classes = (first >> table.option_shift) // table.options
     order = np.empty(problem.microbatches, np.int64)
     order[np.argsort(classes, kind="stable")] = np.argsort(problem.unit_class[:: table.slices], kind="stable")
     chosen: list[int] = order.tolist()

@@ -7,19 +7,20 @@ the whole schedule.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
 from ortools.sat.python import cp_model
 
+from optpipe.kinds import COPIES, KIND
 from optpipe.memory import derive_waits
 from optpipe.mode_names import OFFLOAD
-from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.schedule import shared_channels
 from optpipe.stage import Mode, UnitStage
-from solver.exact.cp_sat.constraints import Held, held, hold_end, hold_start
-from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
+from solver.exact.cp_sat.constraints import Held, held, held_by_pass, hold_end, hold_start
+from solver.exact.cp_sat.variables import IntervalTask, Moment, OptionTasks, Variables
 from solver.search.lns.neighbourhood import AFTER, BEFORE, INSIDE, NEVER, Frame, Surroundings, Window
 from solver.variants import Variant, unit_variants
 
@@ -34,7 +35,7 @@ class WindowModel:
         self.numbering, self.problem = around.numbering, self.frame.problem
         self.variables, self.model, self.decided = self.tasks.variables, self.tasks.model, self.tasks.decided
         self._add_rules()
-        self._add_ways()
+        self._add_options()
         self._add_whole_backwards()
         self._add_copy_orders()
         self._add_compute()
@@ -54,27 +55,37 @@ class WindowModel:
         for before, after, delay in rules[decided[rules[:, 0]] & decided[rules[:, 1]]].tolist():
             if any(self.numbering.has_modes(*ops[k][:2]) for k in (before, after)):
                 continue  # in _add_ways and _add_copy_orders
-            copies = [op for op in (ops[before], ops[after]) if op.kind in "OR"]
+            copies = [op for op in (ops[before], ops[after]) if op.kind in COPIES]
             if len(copies) == 2 and copies[0].kind == copies[1].kind:
                 continue  # in _add_copy_orders: the copies of a microbatch between may be absent
             begin: cp_model.LinearExpr = 1 * self.tasks.of(after).start
-            if ops[after].kind == "B" and ops[before].stage > ops[after].stage:  # what is recomputed inside waits too
-                ways = self.variables.ways.get(ops[after][1:], ())
-                for way in ways:
-                    begin -= way.tasks["CB"].ticks * way.literal if "CB" in way.tasks else 0
+            from_elsewhere = ops[before].stage > ops[after].stage or ops[before].kind in self.problem.pass_names
+            if ops[after].kind == "B" and from_elsewhere:  # what is recomputed inside waits too
+                options = self.variables.options.get(ops[after][1:], ())
+                for option in options:
+                    begin -= option.tasks["CB"].ticks * option.literal if "CB" in option.tasks else 0
             rule = self.model.add(begin >= self.tasks.of(before).end + delay)
             if copies:
                 rule.only_enforce_if(leaves[copies[0][1:]])
 
-    def _add_ways(self) -> None:
-        """O after F, R after O, C after both, B after them, in the way that is taken; B right behind its CB."""
-        for (s, i), ways in self.variables.ways.items():
-            for way in ways:
-                chain = [self.variables.task("F", s, i), *way.tasks.values(), self.variables.task("B", s, i)]
+    def _add_options(self) -> None:
+        """O after F, R after O, C after both, B after them, in the option taken; B right behind its CB.
+
+        Besides, what gates let O, R and C wait for.
+        """
+        index, gated = self.numbering.index, self.numbering.gated
+        for (s, i), options in self.variables.options.items():
+            for option in options:
+                chain = [self.variables.task("F", s, i), *option.tasks.values(), self.variables.task("B", s, i)]
                 for before, after in pairwise(chain):
-                    self.model.add(after.start >= before.end).only_enforce_if(way.literal)
-                if "CB" in way.tasks:
-                    self.model.add(chain[-1].start == way.tasks["CB"].end).only_enforce_if(way.literal)
+                    self.model.add(after.start >= before.end).only_enforce_if(option.literal)
+                for kind, task in option.tasks.items():
+                    k = index[Op(kind, s, i)]
+                    for j, delay in gated.get(k, ()) if k in self.decided else ():
+                        if j in self.decided:
+                            self.model.add(task.start >= self.tasks.of(j).end + delay).only_enforce_if(option.literal)
+                if "CB" in option.tasks:
+                    self.model.add(chain[-1].start == option.tasks["CB"].end).only_enforce_if(option.literal)
 
     def _add_whole_backwards(self) -> None:
         """W right behind B on stages that cannot split their backward."""
@@ -108,12 +119,10 @@ class WindowModel:
 
     def _add_channels(self) -> None:
         """A channel carries one transfer at a time."""
-        ops = self.numbering.ops
-        for group in self.problem.channel_groups:
-            moving = [k for k in sorted(self.decided) if ops[k].kind in "OR" and self.numbering.device[k] in group]
-            for kinds in ("O", "R") if self.problem.copy_channels.duplex else ("OR",):
-                parts = [part for k in moving if ops[k].kind in kinds for part in self.tasks.parts(k)]
-                self.model.add_no_overlap([task.interval for _, task in parts])
+        ops, device = self.numbering.ops, self.numbering.device
+        for group, kinds in self.variables.graph.channels:
+            moving = [k for k in sorted(self.decided) if ops[k].kind in kinds and device[k] in group]
+            self.model.add_no_overlap([task.interval for k in moving for _, task in self.tasks.parts(k)])
 
     def _add_objective(self) -> None:
         """The value, and with a lower weight the sum of the devices' ends.
@@ -125,13 +134,17 @@ class WindowModel:
         ends = [model.new_int_var(0, 2 * self.frame.last_end, f"end{d}") for d in range(len(self.problem.devices))]
         for d, stages in enumerate(self.problem.stages_of):
             if stages:
-                begin: cp_model.IntVar | int = (
-                    0  # of the device's time: for spans, with the first F of its lowest stage
-                )
-                if self.problem.objective != "makespan":
-                    first = self.numbering.index[Op("F", stages[0], 0)]
-                    begin = self.tasks.of(first).start if first in self.decided else int(self.around.start[first])
-                model.add(value >= ends[d] - begin)
+                begins: list[cp_model.IntVar | int] = [0]
+                if self.problem.objective != "makespan":  # with the first F of its lowest stage, or of a pass
+                    passes = [one.name for one in self.variables.graph.passes if d in one.devices]
+                    firsts = [
+                        self.numbering.index[op] for op in (Op("F", stages[0], 0), *(Op(name, d, 0) for name in passes))
+                    ]
+                    begins = [
+                        self.tasks.of(k).start if k in self.decided else int(self.around.start[k]) for k in firsts
+                    ]
+                for begin in begins:
+                    model.add(value >= ends[d] - begin)
         for k in sorted(self.decided):
             for literal, task in self.tasks.parts(k):
                 for d in np.flatnonzero(tails[:, k] > NEVER // 2).tolist():
@@ -159,9 +172,9 @@ class WindowModel:
             model.add_hint(self.tasks.of(k).start, start)
         for s, i in self.tasks.choices:
             model.add_hint(self.variables.leaves[s, i], bool(around.present[index[Op("O", s, i)]]))
-        for ways in self.variables.ways.values():
-            for n, way in enumerate(ways) if len(ways) > 1 else ():
-                model.add_hint(way.literal, n == 0)
+        for options in self.variables.options.values():
+            for n, option in enumerate(options) if len(options) > 1 else ():
+                model.add_hint(option.literal, n == 0)
         for length, first, last, least in self.variables.lengths:
             model.add_hint(length, max(at(last) - at(first), least))
 
@@ -175,8 +188,8 @@ class WindowModel:
             for task in taken:
                 start[k], length[k] = solver.value(task.start), task.ticks
         modes = around.modes.copy()
-        for (s, i), ways in self.variables.ways.items():
-            modes[s, i] = next(way.option for way in ways if solver.boolean_value(way.literal))
+        for (s, i), options in self.variables.options.items():
+            modes[s, i] = next(option.number for option in options if solver.boolean_value(option.literal))
         for (s, i), leaves in self.variables.leaves.items():
             stage = self.problem.stages[s]
             modes[s, i] = stage.choice_numbers[OFFLOAD] if solver.boolean_value(leaves) else 0
@@ -198,7 +211,7 @@ class WindowModel:
                 times = zip(start[numbers].tolist(), (start + length)[numbers].tolist(), strict=True)
                 slots = dict(zip([ops[k] for k in numbers.tolist()], times, strict=True))
                 slots = self._whole(slots)
-                lists.append(list(slots))
+                lists.append(OpArray.of(list(slots)).numbered(self.problem.pass_names))
                 planned.update(slots)
             devices.append(DeviceOrders(*lists))
         channels = [
@@ -239,9 +252,12 @@ class Memory:
         for d, stages in enumerate(self.problem.stages_of):
             budget = self.problem.devices[d].memory_bytes
             touched = [(s, i) for s, i in self.tasks.touched if s in stages]
-            if budget is not None and touched:
+            passes = [(n, i) for n, at, i in self.tasks.touched_passes if at == d]
+            if budget is not None and touched + passes:
                 pieces = [piece for s, i in touched for piece in held(self.variables, s, i)]
-                self._add_budget(f"held{d}", pieces, budget - self._level(d, set(touched)))
+                pieces += [piece for n, i in passes for piece in held_by_pass(self.variables, n, d, i)]
+                level = self._level(d, set(touched)) + self._kept_by_passes(d, set(passes))
+                self._add_budget(f"held{d}", pieces, budget - level)
 
     def _add_budget(self, name: str, pieces: Sequence[Held], budget: int) -> None:
         intervals = [self._interval(f"{name}.{n}", piece) for n, piece in enumerate(pieces)]
@@ -288,24 +304,38 @@ class Memory:
                 level += mode.kept_bytes + (mode.recomputed_bytes if made else 0) - (self._moved(s, i) if away else 0)
         return level
 
+    def _kept_by_passes(self, device: int, touched: set[tuple[int, int]]) -> int:
+        """Bytes that untouched ops of spread passes keep throughout the window."""
+        graph, level = self.variables.graph, 0
+        for n, one in enumerate(graph.passes):
+            if one.freed_by is None or not one.kept_bytes[device].any():
+                continue
+            begun, freed = (
+                self.where[[self.numbering.index[Op(name, device, i)] for i in range(self.problem.units)]]
+                for name in (one.name, graph.passes[one.freed_by].name)
+            )
+            kept = np.flatnonzero((begun == BEFORE) & (freed == AFTER)).tolist()
+            level += sum(int(one.kept_bytes[device, graph.unit_class[i]]) for i in kept if (n, i) not in touched)
+        return level
+
     def add_host_memory(self) -> None:
         """Keep what is away within the host's budget, from O's start to R's end, all devices together."""
-        limit, decided = self.problem.host_memory_bytes, {**self.variables.leaves, **self.variables.ways}
+        limit, decided = self.problem.host_memory_bytes, {**self.variables.leaves, **self.variables.options}
         if limit is None:
             return
         away = [op for k, op in enumerate(self.numbering.ops) if op.kind == "O" and self._is_away_throughout(k)]
         level = sum(self._moved(*op[1:]) for op in away if op[1:] not in decided)
         on_host = [
-            Held(self._copied(s, i, way), hold_start(way.tasks["O"]), hold_end(way.tasks["R"]), way.literal)
+            Held(self._copied(s, i, option), hold_start(option.tasks["O"]), hold_end(option.tasks["R"]), option.literal)
             for s, i in decided
-            for way in self.variables.ways_of(s, i)
-            if "O" in way.tasks
+            for option in self.variables.options_of(s, i)
+            if "O" in option.tasks
         ]
         self._add_budget("host", on_host, limit - level)
 
-    def _copied(self, s: int, i: int, way: Way) -> int:
+    def _copied(self, s: int, i: int, option: OptionTasks) -> int:
         graph = self.variables.graph
-        return int(graph.sizes_bytes["copied"][s, way.option, graph.unit_class[i]])
+        return int(graph.sizes_bytes["copied"][s, option.number, graph.unit_class[i]])
 
     def _is_away_throughout(self, offload: int) -> bool:
         reload = self.numbering.index[Op("R", *self.numbering.ops[offload][1:])]
@@ -332,8 +362,8 @@ class Tasks:
         self.model = self.variables.model
         self.decided = set(frame.inside.tolist())
         self.choices: list[tuple[int, int]] = []
-        ops = self.numbering.ops
-        touched = {ops[k][1:] for k in (*frame.inside.tolist(), *frame.running.tolist())}
+        near = [self.numbering.ops[k] for k in (*frame.inside.tolist(), *frame.running.tolist())]
+        touched = {op[1:] for op in near if op.kind in KIND}
         count = self.problem.slice_count
         for s, i in list(touched):  # gradients of keys and values are held between the backwards of two slices
             if self.problem.stages[s].slice_gradient_bytes:
@@ -345,26 +375,46 @@ class Tasks:
             if not self.problem.stages[s].modes:
                 self._add_leaves(s, i)
             for kind in "FBW" + ("OR" if (s, i) in self.variables.leaves else ""):
-                op, k = Op(kind, s, i), self.numbering.index[Op(kind, s, i)]
-                if k in self.decided:
-                    presence = self.variables.leaves[s, i] if kind in "OR" else None
-                    self.variables.add_task(op, presence, self.earliest(k), self.latest_end(k))
-                    if presence is not None and self.earliest(k) < frame.heads[k]:
-                        rule = self.model.add(self.variables.tasks[op].start >= int(frame.heads[k]))
-                        rule.only_enforce_if(presence)
-                else:
-                    later = frame.far if frame.where[k] == AFTER else 0
-                    self.variables.place(op, int(self.around.start[k]) + later)
+                self._add(Op(kind, s, i))
             if self.problem.stages[s].modes:
-                self._add_ways(s, i)
+                self._add_options(s, i)
+        self.touched_passes = self._add_passes(near)
+
+    def _add(self, op: Op) -> None:
+        """Add the task of an op: open inside the window, else where it stands."""
+        frame, k = self.frame, self.numbering.index[op]
+        if k in self.decided:
+            presence = self.variables.leaves[op[1:]] if op.kind in COPIES else None
+            self.variables.add_task(op, presence, self.earliest(k), self.latest_end(k))
+            if presence is not None and self.earliest(k) < frame.heads[k]:
+                rule = self.model.add(self.variables.tasks[op].start >= int(frame.heads[k]))
+                rule.only_enforce_if(presence)
+        else:
+            later = frame.far if frame.where[k] == AFTER else 0
+            self.variables.place(op, int(self.around.start[k]) + later)
+
+    def _add_passes(self, near: Iterable[Op]) -> Sequence[tuple[int, int, int]]:
+        """Add the spread passes that a window touches, with those that free what they keep: pass, device, unit."""
+        passes, touched = self.variables.graph.passes, set[tuple[int, int, int]]()
+        for op in (op for op in near if op.kind not in KIND):
+            n = self.problem.pass_names.index(op.kind)
+            freed = [m for m, one in enumerate(passes) if one.freed_by == n and op.stage in one.devices]
+            touched.update((m, *op[1:]) for m in (n, *freed))
+        for n, d, i in sorted(touched):
+            for m in (n, passes[n].freed_by):
+                if m is not None and d in passes[m].devices and Op(passes[m].name, d, i) not in self.variables.tasks:
+                    self._add(Op(passes[m].name, d, i))
+        return sorted(touched)
 
     def earliest(self, k: int) -> int:
         """The earliest start of the variable of an op of the window.
 
         A reload or recomputation that is absent still has one, which those of the units behind it come after. They may
-        run before it could: of the slices of a microbatch the last is computed last, but comes back first.
+        run before it could: of the slices of a microbatch the last is computed last, but comes back first. Nor do they
+        wait for its gates.
         """
         absent = self.numbering.ops[k].kind in ("R", "C") and self.problem.slice_count > 1
+        absent = absent or (k in self.numbering.gated and not self.around.present[k])
         return self.frame.window.begin if absent else int(self.frame.heads[k])
 
     def latest_end(self, k: int) -> int:
@@ -385,39 +435,43 @@ class Tasks:
         """The tasks that an op may be, each with its literal (None: it always runs)."""
         op = self.numbering.ops[k]
         if self.numbering.has_modes(op.kind, op.stage):
-            return [(way.literal, way.tasks[op.kind]) for way in self.variables.ways[op[1:]] if op.kind in way.tasks]
-        return [(self.variables.leaves[op[1:]] if op.kind in "OR" else None, self.variables.tasks[op])]
+            return [
+                (option.literal, option.tasks[op.kind])
+                for option in self.variables.options[op[1:]]
+                if op.kind in option.tasks
+            ]
+        return [(self.variables.leaves[op[1:]] if op.kind in COPIES else None, self.variables.tasks[op])]
 
-    def _add_ways(self, s: int, i: int) -> None:
-        """Add the ways of an activation, the one taken now first; others if all its ops may change places."""
+    def _add_options(self, s: int, i: int) -> None:
+        """Add the options of an activation, the one taken now first; others if all its ops may change places."""
         index, around, window = self.numbering.index, self.around, self.frame
         choice = int(around.modes[s, i])
         inside = around.present[index[Op("CB", s, i)]] if Op("CB", s, i) in index else False
-        ways = [Variant(choice, self.problem.stage_of(s, i).choices[choice], bool(inside))]
+        options = [Variant(choice, self.problem.stage_of(s, i).choices[choice], bool(inside))]
         own = [k for k in (index.get(Op(kind, s, i)) for kind in ("O", "R", "C", "CB")) if k is not None]
         movable = all(window.where[k] == INSIDE for k in own if around.present[k])
         if movable and self._is_free(s, i):
             others = unit_variants(self.problem, s, i)
-            ways += [way for way in others if way != ways[0] and self._may_be(s, i, way, ways[0])]
+            options += [option for option in others if option != options[0] and self._may_be(s, i, option, options[0])]
         starts: dict[str, cp_model.IntVar] = {}
-        entries: list[Way] = []
-        for n, way in enumerate(ways):
-            only = len(ways) == 1
+        entries: list[OptionTasks] = []
+        for n, option in enumerate(options):
+            only = len(options) == 1
             literal = self.model.new_constant(1) if only else self.model.new_bool_var(f"way{s}.{i}.{n}")
-            copies = ["O", "R"] if way.mode.offload else []
-            kinds = [*copies, *(["C"] if way.ahead else ["CB"] if way.inside else [])]
-            tasks = {kind: self._task_of_way(Op(kind, s, i), way, literal, starts, movable) for kind in kinds}
-            entries.append(Way(way.choice, literal, tasks))
-        if len(ways) > 1:
+            copies = ["O", "R"] if option.mode.offload else []
+            kinds = [*copies, *(["C"] if option.ahead else ["CB"] if option.inside else [])]
+            tasks = {kind: self._task_in_option(Op(kind, s, i), option, literal, starts, movable) for kind in kinds}
+            entries.append(OptionTasks(option.choice, literal, tasks))
+        if len(options) > 1:
             self.model.add_exactly_one(entry.literal for entry in entries)
-        self.variables.ways[s, i] = entries
+        self.variables.options[s, i] = entries
 
-    def _task_of_way(
-        self, op: Op, way: Variant, literal: cp_model.IntVar, starts: dict[str, cp_model.IntVar], movable: bool
+    def _task_in_option(
+        self, op: Op, option: Variant, literal: cp_model.IntVar, starts: dict[str, cp_model.IntVar], movable: bool
     ) -> IntervalTask:
-        """The task of a copy or recomputation in a way; those of one kind share their start."""
+        """The task of a copy or recomputation in an option; those of one kind share their start."""
         k, frame = self.numbering.index[op], self.frame
-        ticks = self.numbering.ticks(op.kind, way.mode)
+        ticks = self.numbering.ticks(op.kind, option.mode)
         if k not in self.decided and (self.around.present[k] or not movable):
             later = frame.far if frame.where[k] == AFTER else 0
             constant = self.model.new_constant(int(self.around.start[k]) + later)
@@ -433,21 +487,23 @@ class Tasks:
         start = starts[op.kind]
         if self.earliest(k) < frame.heads[k]:
             self.model.add(start >= int(frame.heads[k])).only_enforce_if(literal)
-        interval = self.model.new_optional_fixed_size_interval_var(start, ticks, literal, f"{op}.{way.choice}")
+        interval = self.model.new_optional_fixed_size_interval_var(start, ticks, literal, f"{op}.{option.choice}")
         return IntervalTask(op, start, ticks, interval)
 
-    def _may_be(self, s: int, i: int, way: Variant, now: Variant) -> bool:
-        """True if an activation may be held in another way from this window on: all that differs lies inside it."""
-        index, where, mode = self.numbering.index, self.frame.where, way.mode
+    def _may_be(self, s: int, i: int, option: Variant, now: Variant) -> bool:
+        """True if an activation may be held in another option from this window on: all that differs lies inside it."""
+        index, where, mode = self.numbering.index, self.frame.where, option.mode
         forward, backward = where[index[Op("F", s, i)]], where[index[Op("B", s, i)]]
-        if forward == AFTER or backward == BEFORE or (way.inside and backward != INSIDE) or self._is_endless(mode):
+        if forward == AFTER or backward == BEFORE or (option.inside and backward != INSIDE) or self._is_endless(mode):
             return False
         if forward == BEFORE:  # its memory is taken: it may only be less
-            taken, new = ([w.mode.kept_bytes, w.mode.kept_bytes + w.mode.forward_workspace_bytes] for w in (now, way))
+            taken, new = (
+                [w.mode.kept_bytes, w.mode.kept_bytes + w.mode.forward_workspace_bytes] for w in (now, option)
+            )
             if new[0] > taken[0] or new[1] > taken[1]:
                 return False
         kinds = ("O", "R") if mode.offload else ()
-        return self.frame.keeps_order((*kinds, *(("C",) if way.ahead else ())), s, i)
+        return self.frame.keeps_order((*kinds, *(("C",) if option.ahead else ())), s, i)
 
     def _add_leaves(self, s: int, i: int) -> None:
         """Add the literal of an activation that leaves or may leave: a decision if both copies lie in the window."""

@@ -6,6 +6,7 @@ Windows in time, of machines or of jobs are the usual neighbourhoods of large-ne
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -15,12 +16,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.kinds import STREAMS
+from optpipe.kinds import KIND, OPTIONAL, STREAMS
 from optpipe.mode_names import OFFLOAD
-from optpipe.ops import Ints, Op, Orders
+from optpipe.ops import Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
 from optpipe.stage import Mode, Stage
+from optpipe.task_graph import lower
 from solver.build import orders_from_times, within_budgets
 from solver.exact.rules import Edge, in_weight_order, rule_edges
 from solver.exact.ticks import TimeGrid
@@ -34,37 +36,51 @@ class Numbering:
 
     A backward that recomputes inside itself is two ops here, CB for the recomputation and B right behind it; so is one
     that cannot be split, B and W (`parts`). Ops of one kind and stage have numbers in the order in which they run, in
-    which each has its `place`. Lengths of copies and recomputations are those of `Surroundings.length` where
-    activations have modes. `rules`: rows of (before, after, delay).
+    which each has its `place`; so have those of a spread pass on a device. Lengths of copies and recomputations are
+    those of `Surroundings.length` where activations have modes. `rules`: rows of (before, after, delay). `gated`: for
+    each O, R and C that gates delay, the ops before it and the delays.
     """
 
     def __init__(self, problem: Problem, grid: TimeGrid) -> None:
         self.problem, self.grid = problem, grid
+        graph = lower(problem)
         self.ops = [
             Op(kind, s, i)
             for s, stage in enumerate(problem.stages)
             for kind in _kinds(stage)
             for i in problem.units_in_order(kind[0]).tolist()
         ]
+        self.ops += [
+            Op(one.name, d, i)
+            for one in graph.passes
+            for d in one.devices
+            for i in problem.units_in_order("F").tolist()
+        ]
         self.place = np.arange(len(self.ops)) % problem.units
         self.index = {op: k for k, op in enumerate(self.ops)}
-        self.device = np.array([problem.stages[op.stage].device for op in self.ops])
+        columns = OpArray.of(self.ops).numbered(problem.pass_names)
+        self.device = graph.device_of(columns)
         self.stream = np.array([STREAMS.index(op.stream) for op in self.ops])
         length, ticks = cache(grid.length), cache(grid.ticks)
+        times_us = graph.duration_us[graph.types(columns)].tolist()
         self.length = np.array(
-            [
-                0 if self.has_modes(op.kind, op.stage) else length(problem.stage_of(*op[1:]).duration_us(op.kind))
-                for op in self.ops
-            ]
+            [0 if self.has_modes(op.kind, op.stage) else length(us) for op, us in zip(self.ops, times_us, strict=True)]
         )
         edges = [(self._handed_over(edge), edge.after, ticks(edge.delay)) for edge in rule_edges(problem, self.index)]
         edges += [(k, self.index[op._replace(kind="B")], 0) for op, k in self.index.items() if op.kind == "CB"]
         self.rules = np.array(edges, np.int64).reshape(-1, 3)
+        self.gated: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for before, after, delay in edges:
+            (kind, s, _), other = self.ops[after], self.ops[before]
+            if (kind, s) in graph.gates and kind in OPTIONAL and (other.kind not in KIND or other.stage != s):
+                self.gated[after].append((before, delay))
 
     def _handed_over(self, edge: Edge) -> int:
-        """The op at whose end an edge begins: a backward that cannot be split hands its gradient over at W's end."""
+        """The op at whose end an edge begins: for others a backward that cannot be split ends at W's end."""
         before, after = self.ops[edge.before], self.ops[edge.after]
-        whole = before.stage > after.stage and not self.problem.stages[before.stage].split_backward
+        if before.kind != "B" or (after.kind in ("B", "W") and after.stage == before.stage):
+            return edge.before
+        whole = not self.problem.stages[before.stage].split_backward
         return self.index[before._replace(kind="W")] if whole else edge.before
 
     def parts(self, op: Op) -> Sequence[int]:
@@ -74,7 +90,7 @@ class Numbering:
 
     def has_modes(self, kind: str, s: int) -> bool:
         """True if what an op of this kind and stage takes depends on the mode of its activation."""
-        return kind not in ("F", "B", "W") and bool(self.problem.stages[s].modes)
+        return kind in ("O", "R", "C", "CB") and bool(self.problem.stages[s].modes)
 
     def ticks(self, kind: str, mode: Mode) -> int:
         """Length of a copy or recomputation of a microbatch in a mode; 0 where it has none."""
@@ -222,7 +238,7 @@ def with_split_backwards(problem: Problem, orders: Orders) -> Orders:
     for op, k in simulation.index.items():
         start, end = float(simulation.start_us[k]), float(simulation.end_us[k])
         backward = Op("B", *op[1:])
-        split = problem.stages[op.stage].split_backward
+        split = op.kind in KIND and problem.stages[op.stage].split_backward
         if op.kind in ("CB", "CBW") and split:
             inside.add(backward)
         if op.kind in ("BW", "CBW") and split:
@@ -333,9 +349,11 @@ class Frame:
         return latest
 
     def keeps_order(self, kinds: Iterable[str], s: int, i: int) -> bool:
-        """True if ops of these kinds in the window would keep the order of the microbatches."""
+        """True if ops of these kinds in the window would keep the order of the microbatches, and those of gates."""
         index, present, where = self.numbering.index, self.around.present, self.where
         for kind in kinds:
+            if any(where[before] == AFTER for before, _ in self.numbering.gated.get(index[Op(kind, s, i)], ())):
+                return False
             place = int(self.numbering.place[index[Op(kind, s, i)]])
             numbers = np.arange(self.problem.units) + index[Op(kind, s, i)] - place
             before, after = present[numbers] & (where[numbers] == BEFORE), present[numbers] & (where[numbers] == AFTER)
@@ -351,7 +369,12 @@ class Frame:
         before = channel[self.where[channel] == BEFORE]
         ends = self.around.end[before]
         inside = self.where[self.numbering.index[Op("F", *op[1:])]] == INSIDE
-        return max(self.window.begin, 0 if inside else int(ready), int(ends.max(initial=0)))
+        return max(self.window.begin, 0 if inside else int(ready), int(ends.max(initial=0)), self._opens(k))
+
+    def _opens(self, k: int) -> int:
+        """When the gates of a new copy or recomputation are open, as far as what lies before the window says."""
+        gated = self.numbering.gated.get(k, ())
+        return max((int(self.around.end[j]) + delay for j, delay in gated if self.where[j] == BEFORE), default=0)
 
     def copy_tails(self, k: int) -> Ints:
         """Tails of a new copy: through the next copy of its channel, and for a reload through its B."""
@@ -369,7 +392,7 @@ class Frame:
             return max(self.window.begin, int(self.heads[index[op._replace(kind="B")]]))
         compute = self.around.streams[int(self.numbering.device[k])][0]
         before = compute[self.where[compute] == BEFORE]
-        return max(self.window.begin, int(self.around.end[before].max(initial=0)))
+        return max(self.window.begin, int(self.around.end[before].max(initial=0)), self._opens(k))
 
     def recomputation_tails(self, k: int) -> Ints:
         """Tails of a new C or CB: through the first op of its device after the window, and through its B."""
@@ -386,8 +409,7 @@ class Frame:
         """The copies in the schedule that share a channel with op k, in order."""
         problem, numbering, op = self.problem, self.numbering, self.numbering.ops[k]
         device = problem.stages[op.stage].device
-        group = next(group for group in problem.channel_groups if device in group)
-        kinds = op.kind if problem.copy_channels.duplex else "OR"
+        group, kinds = next(one for one in lower(problem).channels if device in one[0] and op.kind in one[1])
         stages = [s for d in group for s in problem.stages_of[d] if "O" in _kinds(problem.stages[s])]
         copies = product(stages, kinds, range(problem.units))
         numbers = np.array([numbering.index[Op(kind, s, i)] for s, kind, i in copies], np.int64)

@@ -90,8 +90,8 @@ class _Search:
         """Ask for a schedule at the bound, where little is missing, in the last ops of all devices, ever more of them.
 
         What misses the bound by less than an op is often the last microbatch, which waits here and there for an op that
-        could as well follow it. Only all of these waits together gain something, and windows that minimise find no
-        way there. That too few ops are free is mostly proved at once.
+        could as well follow it. Only all of these waits together gain something, and windows that minimise do not
+        find it. That too few ops are free is mostly proved at once.
         """
         value_us, bound_us = self.best.value_us, self.best.bound_us
         if not 0 < value_us - bound_us <= NEAR * value_us:

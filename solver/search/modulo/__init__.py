@@ -16,6 +16,6 @@ __all__ = ["Pattern", "modulo_search", "pattern_search"]
 
 def pattern_search(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """One block of a microbatch, or of a cycle of unequal ones, repeated every period."""
-    unequal = problem.has_factors or problem.slice_count > 1
+    unequal = not problem.has_equal_microbatches
     search = modulo_with_units if unequal else modulo_with_modes if problem.has_modes else modulo_search
     return search(problem, limits, start, on_solution)

@@ -121,8 +121,8 @@ def planned_shares(plan: ByStage, kept: ByStage, fullness: float) -> Floats:
     held = life * single.stage_bytes + us[2] * single.weight_bytes
     again_us = np.array([float(variant.mode.recompute_us) for variant in plan.chosen])
     waiting = np.array([variant.waiting_bytes for variant in plan.chosen])
-    beside = np.array([variant.backward_bytes for variant in plan.chosen]) - waiting
-    freed = np.maximum(life * (single.stage_bytes - waiting) - beside * (us[1] + again_us), 0)
+    segments = np.array([variant.backward_bytes for variant in plan.chosen]) - waiting
+    freed = np.maximum(life * (single.stage_bytes - waiting) - segments * (us[1] + again_us), 0)
     recomputes = np.array([variant.mode.recomputes for variant in plan.chosen])
     order = np.argsort(-freed / np.maximum(again_us, 1e-9), kind="stable")
     work, shares = single.work_us(), np.zeros(count)

@@ -75,7 +75,7 @@ class Passes(PassCosts):
     @staticmethod
     def of(problem: Problem, lanes: int = 1) -> Passes:
         """The passes of a problem, for rounds of `lanes` units: alike, or the first ones where they differ."""
-        if not problem.has_factors and problem.slice_count == 1:
+        if problem.has_equal_microbatches:
             return Passes.of_lanes([pass_costs(problem)] * lanes, [problem.stages] * lanes)
         stages = [[problem.stage_of(s, unit) for s in range(len(problem.stages))] for unit in range(lanes)]
         backwards = problem.units_in_order("B")

@@ -39,7 +39,7 @@ FIRST_WIDTH, MOST_WIDTH = 24, 1000
 """First and largest width of the beams, which double."""
 
 MARGINS = (2, 1, 4)
-"""Activations for which room is reserved where copies run beside the compute ops, tried in turn."""
+"""Activations for which room is reserved where copies run while compute ops do, tried in turn."""
 
 BEGIN_SHARE = 0.5
 """Largest share of the time for the first patterns of all searches, where there are several."""

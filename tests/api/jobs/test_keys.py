@@ -20,6 +20,8 @@ from api.settings import Settings
 from optpipe.cli.app import command_line
 from tests.api.harness import at_once, body, client_of, listening, working
 
+pytestmark = pytest.mark.usefixtures("forked_pool")
+
 T = TypeVar("T")
 
 

@@ -33,10 +33,10 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dic
         yield os.environ | {"OPTPIPE_DATA_FOLDER": str(folder), "OPTPIPE_HEARTBEAT_S": "1", "PYTHONPATH": root}
 
 
-def test_it_stands_up_again(environment: dict[str, str], free_tcp_port: int) -> None:
+def test_it_stands_up_again(environment: dict[str, str], free_tcp_port: int, forked_services: Path) -> None:
     with _serving(environment, free_tcp_port) as (service, client):
         first = _solved(client, microbatches=3)
-        made = json.loads(_command(environment, "keys", "create", "ci", "--json").stdout)
+        made = json.loads(_command(forked_services, environment, "keys", "create", "ci", "--json").stdout)
         assert made["secret"].startswith("optpipe_")
 
         worker = _worker_of(service)
@@ -56,7 +56,9 @@ def test_it_stands_up_again(environment: dict[str, str], free_tcp_port: int) -> 
         assert service.wait(PATIENCE_S) == 0
         worker.wait(1)
         assert _has_ended(database)
-    keys = json.loads(_command(environment, "keys", "list", "--json").stdout)  # starts the database for itself
+    keys = json.loads(
+        _command(forked_services, environment, "keys", "list", "--json").stdout
+    )  # starts the database for itself
     assert [key["name"] for key in keys] == ["ci"]
     folder = Path(environment["OPTPIPE_DATA_FOLDER"]) / "postgresql"
     with pytest.raises(psycopg.OperationalError):
@@ -70,10 +72,10 @@ def test_no_worker_where_none_is_asked_for(environment: dict[str, str], free_tcp
         assert answer.json()["status"] == "queued"
 
 
-def test_a_taken_port_is_refused_before_anything_is_started(environment: dict[str, str]) -> None:
+def test_a_taken_port_is_refused_before_anything_is_started(environment: dict[str, str], forked_services: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        refused = _command(environment, "serve", "--port", str(port))
+        refused = _command(forked_services, environment, "serve", "--port", str(port))
     assert refused.returncode == 2
     assert f"port is {port}, which another process uses on 127.0.0.1" in refused.stderr
     assert not (Path(environment["OPTPIPE_DATA_FOLDER"]) / "postgresql").exists()
@@ -81,8 +83,10 @@ def test_a_taken_port_is_refused_before_anything_is_started(environment: dict[st
 
 
 @pytest.mark.parametrize(("host", "error"), [("no.such.host.invalid", "host is"), ("192.0.2.1", "host is")])
-def test_a_host_that_is_not_here_is_refused(environment: dict[str, str], host: str, error: str) -> None:
-    refused = _command(environment, "serve", "--host", host)
+def test_a_host_that_is_not_here_is_refused(
+    environment: dict[str, str], forked_services: Path, host: str, error: str
+) -> None:
+    refused = _command(forked_services, environment, "serve", "--host", host)
     assert refused.returncode == 2
     assert error in refused.stderr
     assert "Maybe" in refused.stderr
@@ -145,8 +149,8 @@ def _workers_of(service: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return [child for child in psutil.Process(service.pid).children() if "worker" in child.cmdline()]
 
 
-def _command(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "optpipe", *arguments]
+def _command(forked: Path, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(forked / "python"), "-P", "-m", "optpipe", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
 

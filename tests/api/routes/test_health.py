@@ -22,6 +22,8 @@ from api.models import SubmissionBody
 from api.settings import Settings
 from tests.api.harness import START_S, at_once, body, listening, working
 
+pytestmark = pytest.mark.usefixtures("forked_pool")
+
 
 def test_alive_and_ready(client: Client) -> None:
     assert client.get("/healthz").json() == {"status": "alive"}

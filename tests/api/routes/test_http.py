@@ -51,6 +51,17 @@ def test_unknown_parameters_are_refused(idle: Client) -> None:
     assert "Maybe wait." in idle.get(path, params={"wiat": "1"}).json()["detail"]
 
 
+def test_repeated_parameters_are_refused(idle: Client) -> None:
+    """Of several values the last alone would count: two states are two calls."""
+    path = submit(idle, "mine")
+    for url in ("/v1/schedules?status=queued&status=running", f"{path}?wait=0&wait=1", f"{path}/problem?x=1&x=2"):
+        answer = idle.get(url)
+        assert answer.status_code == 422, url
+        [fault] = answer.json()["errors"]
+        assert fault["code"] == ("repeated_parameter" if "x=" not in url else "unknown_parameter")
+    assert "'status' is given 2 times" in idle.get("/v1/schedules?status=queued&status=running").json()["detail"]
+
+
 def test_operations_have_names_that_stay() -> None:
     paths = create_app(Settings()).openapi()["paths"]
     names = sorted(operation["operationId"] for verbs in paths.values() for operation in verbs.values())

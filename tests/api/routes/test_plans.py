@@ -25,7 +25,7 @@ JOB: dict[str, Any] = {
     "machine": "h100",
     "sequence": 4096,
     "global_batch": 32,
-    "fixed": {"pp": [2, 4], "tp": 4},
+    "fixed": {"pp": [2, 4], "tp": 4, "vocabulary": "last"},
     "config": {"time_limit_s": 6},
 }
 
@@ -131,7 +131,7 @@ def test_nothing_fits(client: Client) -> None:
     assert re.search(r"nothing fits: the least that is needed is \d+ GiB of 80, .*, with tp8.*\. Maybe", job["error"])
     illegal = client.post("/v1/plans", params={"wait": 50}, json=JOB | {"fixed": {"tp": 7}}).json()
     assert illegal["status"] == "failed"
-    assert "has no legal strategy on 16 GPUs" in illegal["error"]
+    assert "tp is 7 but must divide the 32 heads and the 16 GPUs. Maybe 4 or 8." in illegal["error"]
 
 
 CONFIG = dict(named_models()["llama-3.1-8b"])
@@ -157,6 +157,7 @@ FACTS = MACHINE["facts"]
         ({"fixed": {"tp": "8"}}, "/fixed/tp", "must be numbers"),
         ({"fixed": {"tp": list(range(1, 200))}}, "/fixed/tp", "1 to 100"),
         ({"fixed": {"overlap": "maybe"}}, "/fixed/overlap", "no, yes"),
+        ({"fixed": {"vocabulary": "all"}}, "/fixed/vocabulary", "last, own, spread"),
         ({"fixed": {"recompute": ["some"]}}, "/fixed/recompute", "none, selective, full"),
         ({"config": {"time_limit_s": 10**5}}, "/config/time_limit_s", "max_time_limit_s"),
         ({"config": {"method": "milp"}}, "/config/method", "not a field"),

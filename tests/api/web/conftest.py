@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, BrowserContext, Page
 
 from api.app import create_app
 from api.settings import Settings
 from tests.api.harness import Stepwise, idle_settings, idle_url, listening, service_settings, service_url, working
-from tests.browser import browser, key, open_page
+from tests.browser import browser, key, open_context, open_tab
 
 __all__ = ["browser", "idle_settings", "idle_url", "key", "service_settings", "service_url"]
 
 
+@contextmanager
+def open_sibling(context: BrowserContext, key: str | None = None) -> Iterator[Page]:
+    """A tab beside one that stays: it has that one's process and cache, and so takes half the processor time."""
+    if not context.pages:
+        context.new_page().goto("/healthz")
+    with open_tab(context, key) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def tabs(browser: Browser, service_url: str) -> Iterator[BrowserContext]:
+    """Browser context that the pages of a file share."""
+    with open_context(browser, service_url) as context:
+        yield context
+
+
 @pytest.fixture
-def page(browser: Browser, service_url: str, key: str) -> Iterator[Page]:
+def page(tabs: BrowserContext, key: str) -> Iterator[Page]:
     """The page of a service that solves within milliseconds."""
-    with open_page(browser, service_url, key) as page:
+    with open_sibling(tabs, key) as page:
         yield page
 
 
@@ -36,17 +53,30 @@ class SlowService:
         self.steps.release()
 
 
+@pytest.fixture(scope="module")
+def slow_port(free_tcp_port_factory: Callable[[], int]) -> int:
+    """One for all slow services of a file, so that the pages of each have the same address, and share a cache."""
+    return free_tcp_port_factory()
+
+
 @pytest.fixture
-def slow(settings: Settings) -> Iterator[SlowService]:
+def slow(settings: Settings, forked_pool: None, slow_port: int) -> Iterator[SlowService]:
     """See SlowService."""
     steps = threading.Semaphore(0)
     solve = Stepwise(lambda: steps.acquire(blocking=False))
-    with working(settings, solve), listening(create_app(settings)) as url:
+    with listening(create_app(settings), slow_port) as url, working(settings, solve):
         yield SlowService(url, steps)
 
 
+@pytest.fixture(scope="module")
+def slow_tabs(browser: Browser, slow_port: int) -> Iterator[BrowserContext]:
+    """Browser context that the pages of a file's slow services share."""
+    with open_context(browser, f"http://127.0.0.1:{slow_port}") as context:
+        yield context
+
+
 @pytest.fixture
-def slow_page(browser: Browser, slow: SlowService) -> Iterator[Page]:
+def slow_page(slow: SlowService, slow_tabs: BrowserContext) -> Iterator[Page]:
     """The page of that service."""
-    with open_page(browser, slow.url) as page:
+    with open_sibling(slow_tabs) as page:
         yield page

@@ -166,6 +166,7 @@ def test_the_table_says_what_the_chart_shows(page: Page, surface: Locator) -> No
 
 
 def test_memory_can_be_left_out(page: Page, surface: Locator) -> None:
+    expect(page.locator(".chart .legend")).to_contain_text("idle before + within + after")
     expect(page.locator(".chart .legend")).to_contain_text("memory")
     before = surface.bounding_box()
     page.get_by_label("Memory", exact=True).uncheck()
@@ -216,6 +217,8 @@ def test_labels_of_devices_differ_on_a_phone(browser: Browser, service_url: str,
         page.add_init_script(DRAWN_TEXTS)
         opened(page, job)
         labels = page.evaluate("() => [...new Set(drawnTexts.filter(([, x]) => x < 58).map(([text]) => text))]")
+        expect(page.locator(".chart .legend")).not_to_contain_text("before")  # idle times stand in the table alone
+        expect(page.get_by_text("pinch to zoom")).to_be_visible()
     labels = [label for label in labels if label != "µs"]
     assert len(labels) == 4, labels
     assert sorted(label[-1] for label in labels) == ["0", "1", "2", "3"]

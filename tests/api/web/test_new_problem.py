@@ -182,6 +182,21 @@ def test_what_is_submitted(form: Page, own: Client) -> None:
     assert form.url.endswith(f"#/jobs/{job['id']}")
 
 
+def test_the_first_preset_is_not_put_where_somebody_types(page: Page) -> None:
+    """It may come between the focus and the first key, or what is pasted."""
+    waiting: list[Route] = []
+    page.route("**/v1/demo-data/*", lambda route: waiting.append(route))
+    with page.expect_request("**/v1/demo-data/*"):
+        page.goto("/#/new")
+    page.focus("#problem")
+    with page.expect_event("requestfinished"):
+        waiting.pop().continue_()
+    page.evaluate("() => new Promise((done) => setTimeout(done, 100))")  # it has been read
+    page.keyboard.insert_text(json.dumps(PROBLEM.to_data()))
+    expect(page.locator("#problem")).to_have_value(json.dumps(PROBLEM.to_data()))
+    expect(page.locator("[data-part=submit]")).to_be_enabled()
+
+
 def test_an_answer_that_was_lost_makes_no_second_job(form: Page, own: Client) -> None:
     form.fill("#problem", json.dumps(PROBLEM.to_data()))
     answers = iter(["lost"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
+from typer.models import OptionInfo
 
+from optpipe.cli.app import COMMANDS, GROUPS, _at
 from tests.optpipe.cli.conftest import Cli
 
 Edit = Callable[[dict[str, Any]], Any]
@@ -27,6 +29,52 @@ def refused(cli: Cli, *arguments: object) -> str:
     assert as_json.code == 2
     assert lines[0] == "error: " + as_json.document["error"]["message"]
     return lines[0]
+
+
+def numeric_options() -> list[tuple[str, str, OptionInfo]]:
+    """Command, option and its declaration of each number that a command takes; those of `train` are its settings'."""
+    commands = {name: _at(home) for name, home in COMMANDS.items() if name != "train"}
+    for group, home in GROUPS.items():
+        for one in _at(home).registered_commands:
+            commands[f"{group} {one.name or one.callback.__name__}"] = one.callback
+    found = []
+    for command, function in commands.items():
+        for name, hint in get_type_hints(function, include_extras=True).items():
+            kind, *declared = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            option = next((one for one in declared if isinstance(one, OptionInfo)), None)
+            if option and not option.parser and {int, float} & {kind, *get_args(kind)}:
+                found.append((command, name, option))
+    return found
+
+
+def test_every_number_has_limits() -> None:
+    """Without a largest value a search has no end at `inf`, and an integer of thirty digits ends up in C."""
+    options = numeric_options()
+    assert len(options) > 40
+    assert [(command, name) for command, name, one in options if one.min is None or one.max is None] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value", "limit"),
+    [
+        ("keys create me --expires-days", "0", "greater than or equal to 0.001"),
+        ("keys create me --expires-days", "-1", "greater than or equal to 0.001"),
+        ("keys create me --expires-days", "1e-320", "greater than or equal to 0.001"),
+        ("keys create me --expires-days", "inf", "less than or equal to 36500"),
+        ("trace trace.json --better", "inf", "less than or equal to 1000000"),
+        ("trace trace.json --better", "1e400", "less than or equal to 1000000"),
+        ("trace trace.json --better", "nan", "less than or equal to 1000000"),
+        ("trace trace.json --chunks", "1" + "0" * 30, "less than or equal to 4096"),
+        ("plan x.json --devices 2 --global-batch 8 --workers", "1" + "0" * 30, "less than or equal to 1024"),
+        ("bench small --seconds-ratio", "1e400", "less than or equal to 1000000"),
+        ("solve problem.json --time-limit", "nan", "less than or equal to 1000000"),
+        ("solve problem.json --gap", "", "a valid number"),
+    ],
+)
+def test_numbers_out_of_range(cli: Cli, arguments: str, value: str, limit: str) -> None:
+    found = refused(cli, *arguments.split(), value)
+    assert found.startswith(f"error: Invalid value {value!r} for '{arguments.split()[-1]}': ")
+    assert limit in found
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from optpipe.cluster.machine import Machine, named_machines
+from optpipe.cluster.memory import MemoryModel
+from optpipe.cluster.model import load_model
+from optpipe.cluster.strategy import Strategy, Vocabulary
 from tests.optpipe.cli.conftest import Cli
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published"
@@ -44,6 +47,52 @@ def test_a_job_that_does_not_fit_is_told_the_cheapest_change(cli: Cli) -> None:
     assert (again.code, "fits:" in again.out) == (0, True)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tp", 4, "--dp", 2), "dp makes dp x tp x cp x pp = 8 GPUs but there are 64. Maybe dp 16."),
+        (("--tp", 3), "tp is 3 but must divide the 64 heads and the 64 GPUs. Maybe 2 or 4."),
+        (
+            ("--pp", 4, "--vpp", 2, "--schedule", "1f1b"),
+            "schedule is 1f1b, which runs with vpp 1, but vpp is 2.",
+        ),
+        (("--pp", 4, "--schedule", "zb-v"), "but vpp is 1. Maybe vpp 2, or schedule 1f1b or zb-h1."),
+        (("--pp", 4, "--vpp", 2, "--vocabulary", "spread"), "which runs with vpp 1, but vpp is 2. Maybe vpp 1."),
+        (
+            ("--pp", 4, "--vocabulary", "spread", "--schedule", "1f1b"),
+            "schedule is 1f1b, which has the output layer's rows in one stage, but vocabulary is spread. Maybe",
+        ),
+        (
+            ("--pp", 4, "--schedule", "vocab-2"),
+            "on all devices, but vocabulary is last. Maybe schedule 1f1b, or vocabulary spread.",
+        ),
+        (("--vocabulary", "spread"), "vocabulary is spread but pp is 1: one device has all layers. Maybe last."),
+        (("--pp", 4, "--vocabulary", "all"), "--vocabulary has 'all' but must be of last, own, spread."),
+        (("--pp", 4, "--schedule", "nope"), "method is 'nope'; the methods are"),
+        (("--pp", 4, "--schedule", "gis-h"), "schedule cannot run: "),
+    ],
+)
+def test_what_no_trainer_can_start_is_refused(cli: Cli, options: tuple[object, ...], message: str) -> None:
+    """Exit code 1 says that a job does not fit, and nothing else."""
+    run = cli("fits", *LLAMA, *options)
+    assert (run.code, message in run.err) == (2, True), run.err
+
+
+@pytest.mark.parametrize("place", ["last", "own", "spread"])
+def test_the_output_layer_is_held_where_it_is(cli: Cli, place: Vocabulary) -> None:
+    """The bytes of a plan's memory model; passes on all devices run in their own published schedule."""
+    job = ("gemma-2-9b", "--gpus", 8, "--machine", "h100", "--sequence", 4096, "--global-batch", 64, "--pp", 8)
+    found = cli("fits", *job, "--vocabulary", place, "--json").document["ranks"]
+    strategy = Strategy(pipeline=8, vocabulary=place, schedule="vocab-2" if place == "spread" else "1f1b")
+    ranks = MemoryModel(load_model("gemma-2-9b"), strategy, 4096, 64).devices()
+    for kind in ("weights", "gradients", "optimizer"):
+        assert [one[f"{kind}_bytes"] for one in found] == [round(getattr(held, kind)) for held in ranks]
+    present = [held.activations + held.logits + held.transient for held in ranks[:-1]]
+    assert [one["activations_bytes"] for one in found[:-1]] == pytest.approx(present, rel=0.01)
+    if place == "spread":
+        assert len({one["weights_bytes"] for one in found[3:]}) == 1, "as many layers and rows on each of these"
+
+
 def test_a_schedule_from_a_file_is_held_as_it_is(cli: Cli, tmp_path: Path) -> None:
     """GPipe holds every microbatch."""
     job = (*LLAMA, "--tp", 8, "--pp", 8)
@@ -78,6 +127,22 @@ def test_calibration_writes_a_machine_and_checks_it(cli: Cli, tmp_path: Path) ->
     )
     reasons = {one["reason"] for one in document["skipped"]}
     assert {"does not name its machine", "was measured on h100", "sequence is not stated"} <= reasons
+
+
+def test_a_check_lists_what_cannot_be_predicted(cli: Cli, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(
+        "id,model,machine,gpus,sequence,global_batch\na,llama-3.1-8b,b200,8,8192,64\nb,none,h100,8,8192,64\n"
+    )
+    document = cli("calibrate", rows, "--machine", "h100", "--check", "--json").document
+    assert document["rows"] == []
+    assert document["skipped"] == [
+        {"id": "a", "reason": "was measured on b200"},
+        {"id": "b", "reason": "model 'none' is not known"},
+    ]
+    assert document["median_error"] is document["p90_error"] is document["median_memory_error"] is None
+    assert cli("calibrate", rows, "--machine", "h100", "--check").code == 0
+    assert cli("calibrate", rows, "--machine", "h100").code == 2
 
 
 def test_what_cannot_be_calibrated(cli: Cli, tmp_path: Path) -> None:

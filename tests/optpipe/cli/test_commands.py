@@ -103,6 +103,15 @@ def test_solve_says_if_the_order_pays(
     assert ("built in" in out or "change nothing" in out) == bool(sentence), out
 
 
+def test_solve_says_if_the_order_pays_beside_frozen_stages(cli: Cli, tmp_path: Path) -> None:
+    """1F1B of three stages takes 150 us; without the backward of the first, the last op of 20 us is not there."""
+    path, whole = tmp_path / "problem.json", uniform(3, 3, transfer_us=0)
+    path.write_text(whole.replaced(stages=[whole.stages[0].replaced(backward="none"), *whole.stages[1:]]).to_json())
+    run = cli("solve", path, "--method", "zb-h1", "--no-cache")
+    assert run.code == 0
+    assert "1f1b, built into trainers, takes 130.0 µs: +18.2 %" in run.out
+
+
 def test_solve_stops_at_the_memory_it_may_take(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 MB are less than the solvers' own libraries: nothing is searched, but one microbatch after another fits."""
     monkeypatch.setattr(sys, "executable", PYTHON)  # the memory of a forked process is not its client's
@@ -287,6 +296,13 @@ def test_compare_of_files_and_a_method_of_ones_own_on_several_problems(
     assert text.count("change nothing") + text.count("cp-sat saves") == 2
     assert "--problem is needed for the costs" in cli("compare", *files, *methods).err
     assert "2 are given" in cli("compare", other, problem_file, *methods, "--plot", tmp_path / "c.svg").err
+
+
+def test_compare_says_whether_a_search_could_pay(cli: Cli) -> None:
+    optimal = cli("compare", INSTANCES / "c-real8-m32-b2-linear-make.json", "--methods", "zb-h1,1f1b").out
+    assert "zb-h1 is optimal: change nothing" in optimal
+    open_gap = cli("compare", INSTANCES / "c-real8-m32-b2-linear-make.json", "--methods", "1f1b").out
+    assert "no schedule can save more than 8.3 % of the step of 1f1b" in open_gap
 
 
 LATE_W = """

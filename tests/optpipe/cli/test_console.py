@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import typer
 from rich.console import Console
 
-from optpipe.cli.console import doing_long, parse_share, parse_size, stdout, table
+from optpipe.cli import compare
+from optpipe.cli.console import doing_long, parse_share, parse_size, stderr, stdout, table
 from solver.trainer_settings import nearest_settings
 from tests.optpipe.cli.conftest import Cli
 
@@ -91,4 +94,56 @@ def test_settings_that_take_long_to_simulate_are_told(
     monkeypatch.setattr("optpipe.cli.console.LONG_S", 0.01)
     monkeypatch.setattr("solver.trainer_settings.nearest_settings", slow)
     run = cli("export", quick_schedule_file, "--to", "megatron", "-o", tmp_path / "flags.txt")
-    assert (run.code, run.err.splitlines()[-1]) == (0, "simulating settings")
+    assert (run.code, run.err.splitlines()[-1]) == (0, "exporting to megatron")
+
+
+def test_what_compare_does_for_long_is_told(
+    cli: Cli, quick_schedule_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that kernels are compiled, before the first of them is called: for the schedule of a file."""
+
+    def slow(function: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object) -> object:
+            wait_until_told()
+            return function(*arguments)
+
+        return wrapped
+
+    monkeypatch.setattr("optpipe.cli.console.LONG_S", 0.01)
+    for name in ("_load", "_given", "_run"):
+        monkeypatch.setattr(compare, name, slow(getattr(compare, name)))
+    monkeypatch.setattr(compare, "compile_once", lambda: stderr().print("compiling kernels"))
+    run = cli("compare", quick_schedule_file, "--methods", "1f1b")
+    told = ["reading files", "compiling kernels", "timing schedules of files", "1f1b, up to 30 s"]
+    assert run.err.splitlines() == told
+    assert run.code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "name", "told"),
+    [
+        (("verify",), "optpipe.verify", "verify", "verifying schedule.json"),
+        (("plot", "-o", "x.svg"), "optpipe.plot", "draw_schedule", "drawing x.svg"),
+    ],
+)
+def test_what_takes_long_with_a_schedule_is_told(
+    cli: Cli,
+    quick_schedule_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    module: str,
+    name: str,
+    told: str,
+) -> None:
+    monkeypatch.setattr("optpipe.cli.console.LONG_S", 0.01)
+    monkeypatch.chdir(tmp_path)
+    true = getattr(import_module(module), name)
+
+    def slow(*arguments: object) -> object:
+        wait_until_told()
+        return true(*arguments)
+
+    monkeypatch.setattr(import_module(module), name, slow)
+    run = cli(command[0], quick_schedule_file, *command[1:])
+    assert (run.code, run.err) == (0, f"{told}\n")

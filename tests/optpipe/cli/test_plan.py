@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from optpipe.layers import LayerProfile
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from tests.layer_profiles import ATTENDING, BLOCK, profile
 from tests.optpipe.cli.conftest import Cli
+from tests.optpipe.models import tiny_models
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def layers(tmp_path: Path) -> Path:
 def test_the_best_layout_is_written_and_told(cli: Cli, layers: Path, tmp_path: Path) -> None:
     out = tmp_path / "best.json"
     options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear,v")
-    run = cli("plan", layers, *options, "--time-limit", "10", "-o", out, "--json")
+    run = cli("plan", layers, *options, "--time-limit", "2", "-o", out, "--json")
     assert run.code == 0
     first, *others = run.document["layouts"]
     schedule = Schedule.load(out)
@@ -35,7 +37,7 @@ def test_the_best_layout_is_written_and_told(cli: Cli, layers: Path, tmp_path: P
 
 def test_the_table_says_which_is_best(cli: Cli, layers: Path) -> None:
     options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear")
-    run = cli("plan", layers, *options, "--time-limit", "10")
+    run = cli("plan", layers, *options, "--time-limit", "2")
     assert run.code == 0
     header, best = run.out.splitlines()[:2]
     assert "sequences / s" in header
@@ -49,7 +51,7 @@ def test_the_table_says_which_is_best(cli: Cli, layers: Path) -> None:
 def test_what_a_layout_loses(cli: Cli, layers: Path) -> None:
     """The head takes three blocks' time: the even cut 4, 4 has 6 of 10 on one device, the cut 5, 3 half."""
     options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear,v")
-    limits = ("--time-limit", "5", "--offload", "no")
+    limits = ("--time-limit", "2", "--offload", "no")
     run = cli("plan", layers, *options, *limits, "--json", "--why", "cut=6,2")
     layouts = run.document["layouts"]
     assert layouts[0]["end"] == "solved"
@@ -65,7 +67,64 @@ def test_what_a_layout_loses(cli: Cli, layers: Path) -> None:
     assert "is the best of all" in cli("plan", layers, *options, *limits, "--why", "microbatch_size=1").out
     asked = ("--microbatch-sizes", "1,2", "--memory", "4500B", "--why", "placement=linear,microbatch_size=2")
     text = cli("plan", layers, *options, *limits, *asked).out
-    assert "does not fit, device 0 needs 4,800 of 4,500 bytes: parameters 4,000, one microbatch 800" in text
+    assert (
+        "does not fit, device 0 needs 4.69 KiB of 4.39 KiB, 300 B too few: parameters 3.91 KiB, one microbatch 800 B"
+        in text
+    )
+
+
+def test_places_of_the_output_layer(cli: Cli, tmp_path: Path) -> None:
+    """Seven blocks and a head of twelve on four devices: no cut takes less than the head, 8 x 360 us."""
+    layers, out = tmp_path / "layers.json", tmp_path / "best.json"
+    layers.write_text(profile(8, head=12, name="toy").to_json())
+    options = ("--devices", 4, "--global-batch", 8, "--microbatch-sizes", 1, "--placements", "linear,v")
+    by_default = cli("plan", layers, *options, "--time-limit", 2, "--json").document["layouts"]
+    assert {one["vocabulary"] for one in by_default} == {"last", "own"}
+    assert by_default[0]["vocabulary"] == "own"
+    assert by_default[0]["value_us"] >= 8 * 360
+    every = ("--vocabulary", "last,own,spread", "--time-limit", 1, "-o", out)
+    best, *others = cli("plan", layers, *options, *every, "--json").document["layouts"]
+    assert (best["vocabulary"], best["megatron_layout"], sum(best["layers_of_stages"])) == ("spread", None, 8)
+    assert {one["vocabulary"] for one in others} >= {"last", "own"}
+    schedule = Schedule.load(out)
+    assert (schedule.problem.pass_names, verify(schedule).ok) == (("S", "T"), True)
+    assert best["bound_us"] <= best["value_us"] == schedule.value_us < 0.6 * by_default[0]["value_us"]
+    text = cli("plan", layers, *options, *every).out
+    assert "output layer" in text.splitlines()[0]
+    assert "the rows of the last layer are on all devices, which no trainer but optpipe train runs" in text
+    losses = cli("plan", layers, *options, *every, "--why", "vocabulary=own").out
+    assert "imbalance" in losses.splitlines()[1]
+    own = cli("plan", layers, *options, "--vocabulary", "own", "--time-limit", 1, "--json").document["layouts"]
+    assert {one["layers_of_stages"][-1] for one in own} == {1}
+    run = cli("plan", layers, *options, "--vocabulary", "all")
+    assert (run.code, "--vocabulary has 'all' but must be of last, own, spread." in run.err) == (2, True)
+    layers.write_text(profile(8, head=12).with_spread_head(4).to_json())
+    run = cli("plan", layers, *options, "--vocabulary", "spread")
+    assert (run.code, "--vocabulary has no meaning here: the profile has its head" in run.err) == (2, True)
+
+
+def test_a_measured_model_trains_with_its_output_layer_on_all_devices(cli: Cli, tmp_path: Path) -> None:
+    """As it is cut, with the memory that is planned."""
+    layers, out = tmp_path / "layers.json", tmp_path / "schedule.json"
+    model = ("--model", tiny_models.saved("llama"), "--data", f"{tiny_models.__name__}:batch")
+    assert cli("profile", *model, "--format", "layers", "--rounds", 1, "-o", layers).code == 0
+    options = ("--devices", 2, "--global-batch", 8, "--microbatch-sizes", 2, "--placements", "linear")
+    run = cli("plan", layers, *options, "--vocabulary", "spread", "--time-limit", 3, "-o", out, "--json")
+    sizes = run.document["layouts"][0]["layers_of_stages"]
+    assert sum(sizes) == len(LayerProfile.load(layers).each_layer)
+    cut = ",".join(str(size) for size in sizes)
+    run = cli("train", "--schedule", out, *model, "--cut", cut, "--steps", 1, "--check", "--json")
+    assert run.code == 0, run.err
+    assert run.document["check"]["max_gradient_error"] < 1e-5
+
+
+def test_rows_of_an_output_layer_in_a_layer_of_others_are_not_spread(cli: Cli, tmp_path: Path) -> None:
+    """The last layer of this model is a block with the output layer: without it the block would not be planned."""
+    layers = tmp_path / "layers.json"
+    model = ("--model", "tiny", "--layers", 4, "--format", "layers", "--rounds", 1)
+    assert cli("profile", *model, "-o", layers).code == 0
+    run = cli("plan", layers, "--devices", 2, "--global-batch", 8, "--vocabulary", "spread")
+    assert (run.code, "output_layer_alone is false: the last layer holds more" in run.err) == (2, True), run.err
 
 
 def test_nothing_is_best_before_all_are_rated(cli: Cli, layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +147,9 @@ def test_layers_that_take_no_time_have_no_throughput(cli: Cli, tmp_path: Path) -
     times = dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), 0)
     path.write_text(json.dumps({"format": "optpipe.layers/1", "layers": [BLOCK | times | {"repeat": 2}]}))
     options = ("--devices", "2", "--global-batch", "2", "--placements", "linear", "--offload", "no")
-    [layout] = cli("plan", path, *options, "--time-limit", "5", "--json").document["layouts"]
+    [layout] = cli("plan", path, *options, "--time-limit", "2", "--json").document["layouts"]
     assert (layout["value_us"], layout["sequences_per_s"]) == (0, None)
-    assert "0 µs" in cli("plan", path, *options, "--time-limit", "5").out
+    assert "0 µs" in cli("plan", path, *options, "--time-limit", "2").out
 
 
 def test_layouts_recompute_where_modes_are_given(cli: Cli, tmp_path: Path) -> None:
@@ -99,8 +158,8 @@ def test_layouts_recompute_where_modes_are_given(cli: Cli, tmp_path: Path) -> No
     layers = [BLOCK | {"repeat": 8, "recomputation": {"kept_bytes": 20}, "parameter_bytes": 0}]
     path.write_text(json.dumps({"format": "optpipe.layers/1", "layers": layers, "memory_bytes": 390}))
     options = ("--devices", "2", "--global-batch", "2", "--microbatch-sizes", "1", "--placements", "linear")
-    assert cli("plan", path, *options, "--time-limit", "5").code == 4
-    run = cli("plan", path, *options, "--time-limit", "6", "--modes", "full,blocks", "-o", out, "--json")
+    assert cli("plan", path, *options, "--time-limit", "2").code == 4
+    run = cli("plan", path, *options, "--time-limit", "2", "--modes", "full,blocks", "-o", out, "--json")
     assert run.code == 0
     schedule = Schedule.load(out)
     assert verify(schedule).ok
@@ -108,13 +167,13 @@ def test_layouts_recompute_where_modes_are_given(cli: Cli, tmp_path: Path) -> No
     names = ["full", *(f"selective-{number}" for number in numbers), "selective"]
     assert [mode.name for mode in schedule.problem.stages[1].modes] == names
     assert run.document["layouts"][0]["recomputed"] == sum(device.recomputed for device in schedule.devices) > 0
-    assert "recomputed" in cli("plan", path, *options, "--time-limit", "2", "--modes", "selective").out
+    assert "recomputed" in cli("plan", path, *options, "--time-limit", "1", "--modes", "selective").out
 
 
 def test_the_global_batch_is_that_of_all_replicas(cli: Cli, layers: Path) -> None:
     """Two replicas of two devices of the pipeline with three tensor-parallel GPUs each: 12 GPUs."""
     layers.write_text(json.dumps(json.loads(layers.read_text()) | {"parallel": {"tensor": 3, "data": 2}}))
-    options = ("--devices", "2", "--placements", "linear", "--offload", "no", "--time-limit", "5")
+    options = ("--devices", "2", "--placements", "linear", "--offload", "no", "--time-limit", "2")
     run = cli("plan", layers, *options, "--global-batch", "8", "--microbatch-sizes", "1", "--json").document
     assert (run["gpus"], run["global_batch"]) == (12, 8)
     best = run["layouts"][0]
@@ -137,7 +196,7 @@ def test_a_layout_of_megatron_is_costed_and_compared(cli: Cli, tmp_path: Path) -
     rows = [BLOCK | {"name": "embedding"}, BLOCK | {"name": "layer", "repeat": 4}, BLOCK | {"name": "head"}]
     path.write_text(json.dumps({"format": "optpipe.layers/1", "name": "toy", "layers": rows}))
     options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear")
-    command = ("plan", path, *options, "--time-limit", "5", "--layout", "Ettt*2|L", "-o", out)
+    command = ("plan", path, *options, "--time-limit", "2", "--layout", "Ettt*2|L", "-o", out)
     layouts = cli(*command, "--json").document["layouts"]
     given = next(layout for layout in layouts if layout["cut"] == "given")
     assert (given["layers_of_stages"], given["megatron_layout"]) == ([5, 1], "Et*4|L")
@@ -169,7 +228,10 @@ def test_a_layout_of_megatron_is_costed_and_compared(cli: Cli, tmp_path: Path) -
         (("--microbatch-sizes", "9" * 5000), "does not divide --global-batch 8."),
         (("--microbatch-sizes", "3"), "--microbatch-sizes holds '3', which does not divide --global-batch 8."),
         (("--placements", "zigzag"), "--placements is wrong: 'zigzag' is not a placement. Maybe one of linear"),
-        (("--why", "tp=2"), "--why has 'tp=2' but names are placement, cut, microbatch_size, slices, offload. Maybe"),
+        (
+            ("--why", "tp=2"),
+            "--why has 'tp=2' but names are placement, cut, microbatch_size, slices, offload, vocabulary. Maybe",
+        ),
         (("--why", "placement=w"), "--why has placement 'w', which is not searched. Maybe placement of linear,"),
         (("--why", "cut=4,3"), "--why has cut '4,3', but a cut is even, searched, or the layers of each stage: 8 in"),
         (("--why", "cut=1,1,1,1,2,2"), "has cut 1,1,1,1,2,2 of 6 stages, which no placement has: linear,"),
@@ -198,7 +260,7 @@ def long(tmp_path: Path) -> Path:
 def test_slices_are_chosen_where_they_fit_better(cli: Cli, long: Path, tmp_path: Path) -> None:
     out = tmp_path / "best.json"
     options = ("--devices", "2", "--global-batch", "3", "--placements", "linear", "-o", out)
-    run = cli("plan", long, *options, "--slices", "1,4", "--time-limit", "6", "--json")
+    run = cli("plan", long, *options, "--slices", "1,4", "--time-limit", "2", "--json")
     assert run.code == 0
     first = run.document["layouts"][0]
     assert (first["slices"], len(first["slice_lengths"]), sum(first["slice_lengths"])) == (4, 4, 64)
@@ -207,7 +269,7 @@ def test_slices_are_chosen_where_they_fit_better(cli: Cli, long: Path, tmp_path:
     schedule = Schedule.load(out)
     assert verify(schedule).ok
     assert schedule.problem.slice_count == 4
-    shown = cli("plan", long, *options, "--slices", "4", "--slice-by", "length", "--time-limit", "2").out
+    shown = cli("plan", long, *options, "--slices", "4", "--slice-by", "length", "--time-limit", "1").out
     assert "tokens of each slice: 16 16 16 16" in shown
     assert shown.splitlines()[0].split()[:4] == ["placement", "cut", "microbatch", "slices"]
 
@@ -225,10 +287,8 @@ def test_lengths_of_microbatches(cli: Cli, long: Path, tmp_path: Path) -> None:
         "linear",
         "--memory",
         "6KB",
-        "--time-limit",
-        "20",
     )
-    run = cli("plan", long, *options, "--time-limit", "5", "-o", out, "--json")
+    run = cli("plan", long, *options, "--time-limit", "2", "-o", out, "--json")
     assert run.code == 0
     schedule, found = Schedule.load(out), run.document["lengths"]
     assert verify(schedule).ok
@@ -241,7 +301,7 @@ def test_lengths_of_microbatches(cli: Cli, long: Path, tmp_path: Path) -> None:
     same, level = found["equal"]
     assert same["bubble"] <= given["bubble"]
     assert level["value_us"] < same["value_us"]  # long documents have more attention
-    shown = cli("plan", long, *options, "--time-limit", "2").out
+    shown = cli("plan", long, *options, "--time-limit", "1").out
     assert "this plan" in shown
     assert "microbatches in the order " in shown
     assert "equal lengths, the same tokens" in shown
@@ -278,16 +338,19 @@ def test_slices_need_the_costs_of_attention(cli: Cli, layers: Path, tmp_path: Pa
 
 
 def test_nothing_fits(cli: Cli, layers: Path) -> None:
-    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory", "1KB", "--time-limit", "10")
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory", "1KB", "--time-limit", "2")
     assert run.code == 4
-    assert "linear, even cut, microbatch 1: parameters alone take 4,000 of 1,000 bytes on device 0" in run.err
+    assert (
+        "linear, even cut, microbatch 1: on device 0 parameters alone take 3.91 KiB of 1,000 B, 2.93 KiB too few"
+        in run.err
+    )
 
 
 def test_a_margin_needs_a_memory(cli: Cli, layers: Path) -> None:
-    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory-margin", "10%", "--time-limit", "10")
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory-margin", "10%", "--time-limit", "2")
     assert run.code == 2
     assert "--memory-margin has no meaning here: neither --memory nor the profile gives a device's memory." in run.err
     memory = ("--memory", "1KB", "--memory-margin", "50%")
-    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", *memory, "--time-limit", "10")
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", *memory, "--time-limit", "2")
     assert run.code == 4
-    assert "parameters alone take 4,000 of 500 bytes on device 0" in run.err
+    assert "on device 0 parameters alone take 3.91 KiB of 500 B, 3.42 KiB too few" in run.err

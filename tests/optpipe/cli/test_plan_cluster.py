@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -82,9 +83,68 @@ def test_experts_out_of_balance_take_time_and_nothing_leaves(cli: Cli) -> None:
     assert 1.05 < seconds[1] / seconds[0] < 1.25
 
 
+def test_the_rows_of_an_output_layer_on_all_devices(cli: Cli, tmp_path: Path) -> None:
+    """They are a plan's if asked for. No trainer gets such a plan; its layers are planned again as measured ones."""
+    job = ("gemma-2-9b", "--gpus", 8, "--global-batch", 32, "--pp", 8, "--sequence", 2048, "--microbatch-size", 1)
+    run = cli("plan", *job, "--vocabulary", "spread", "--time-limit", 5, "-o", tmp_path / "plan")
+    assert (run.code, "no trainer but optpipe train runs the passes" in run.out) == (0, True)
+    plan = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert (plan["fixed"]["vocabulary"], plan["best"]["vocabulary"]) == (["spread"], "spread")
+    assert Schedule.load(tmp_path / "plan" / "schedule.json").problem.pass_names == ("S", "T")
+    for trainer in ("megatron", "torchtitan"):
+        run = cli("export", tmp_path / "plan", "--to", trainer, "-o", tmp_path / "run")
+        assert (run.code, "best.vocabulary is spread, but no trainer except" in run.err) == (2, True)
+    layers = (tmp_path / "plan" / "layers.json", "--global-batch", 32, "--placements", "linear", "--time-limit", 2)
+    run = cli("plan", *layers, "--devices", 8, "-o", tmp_path / "again.json", "--json")
+    assert run.document["layouts"][0]["value_us"] == pytest.approx(plan["solved"][0]["pipeline_us"], rel=0.05)
+    assert run.document["layouts"][0]["megatron_layout"] is None
+    assert Schedule.load(tmp_path / "again.json").problem.pass_names == ("S", "T")
+    run = cli("plan", *layers, "--devices", 4)
+    assert (run.code, "spread.devices is 8, but the pipeline has 4. Maybe --devices 8." in run.err) == (2, True)
+
+
+def test_what_a_long_output_layer_costs(cli: Cli) -> None:
+    job = ("gemma-2-9b", "--gpus", 32, "--global-batch", 256, "--pp", 16, "--time-limit", 0.5)
+    run = cli("plan", *job)
+    assert "the output layer takes as long as 3.7 layers, and with pp=16 a cut evens out 2.8 at most" in run.out
+    assert "with its rows on all devices (--vocabulary spread) a step takes" in run.out
+    run = cli("plan", *job, "--why", "vocabulary=last")
+    assert re.search(r"dp2 pp16 own head [0-9.]+ s: \+\d+\.\d %", " ".join(run.out.split())), run.out
+
+
 def test_nothing_fits(cli: Cli) -> None:
     run = cli("plan", "llama-3.1-405b", "--gpus", 8, "--machine", "h100", "--global-batch", 8, "--time-limit", 1)
     assert (run.code, "nothing fits" in run.out) == (4, True)
+
+
+def test_all_activations_leave(cli: Cli) -> None:
+    run = cli("plan", *JOB, "--pp", "4,8", "--offload", "yes", "--time-limit", 0.5, "--json")
+    assert (run.code, run.document["fixed"]["offload"]) == (0, ["yes"])
+    assert {one["offload"] for one in run.document["strategies"]} == {"yes"}
+    lost = cli("plan", *JOB, "--pp", "4,8", "--offload", "yes", "--time-limit", 0.5, "--why", "pp=8").out
+    assert any(line.startswith("offload ") for line in lost.splitlines())
+
+
+def test_the_least_memory(cli: Cli) -> None:
+    """Of all legal strategies, in every form of recomputation, none holds less by `optpipe fits`' own closed form."""
+    fixed = ("--pp", 2, "--microbatch-size", 1, "--overlap", "no")
+    run = cli("plan", *JOB, *fixed, "--objective", "memory", "--json")
+    plan = run.document
+    assert (run.code, plan["objective"], plan["solved"]) == (0, "memory", [])
+    ends = [one["end"] for one in plan["strategies"]]
+    assert "beaten" not in ends
+    sizes = [one["memory_bytes"] for one in plan["strategies"] if one["end"] == "solved"]
+    assert sizes == sorted(sizes)
+    best = plan["best"]
+    assert {name: best[name] for name in ("tp", "cp", "dp", "vpp", "recompute")} == {
+        name: plan["strategies"][0][name] for name in ("tp", "cp", "dp", "vpp", "recompute")
+    }
+    assert (best["recompute"], best["tp"]) == ("full", 8)
+    fastest = cli("plan", *JOB, *fixed, "--objective", "time", "--time-limit", 1, "--json").document
+    assert fastest["objective"] == "time"
+    assert fastest["best"]["seconds"] < best["seconds"]
+    assert max(sizes) > 1.2 * min(sizes)
+    assert "the least of all strategies" in " ".join(cli("plan", *JOB, *fixed, "--objective", "memory").out.split())
 
 
 @pytest.mark.parametrize(
@@ -94,16 +154,18 @@ def test_nothing_fits(cli: Cli) -> None:
         (("--sharding", "zero"), "--sharding has 'zero' but must be of none, optimizer, fsdp."),
         (
             ("--schedule", "foo"),
-            "--schedule has 'foo' but must be of 1f1b, zb-h1, interleaved-1f1b, zb-v, v-half, v-min, dualpipe-v.",
+            "--schedule has 'foo' but must be of 1f1b, zb-h1, interleaved-1f1b, zb-v, v-half, v-min, dualpipe-v, "
+            "vocab-2.",
         ),
+        (("--vocabulary", "all"), "--vocabulary has 'all' but must be of last, own, spread."),
         (
             ("--overlap", "yes"),
-            "has no legal strategy on 16 GPUs with what is fixed. Maybe overlap of no in place of yes",
+            "is fixed: overlap is yes but ep is 1: no exchange of experts is to be hidden. Maybe overlap of no in",
         ),
         (("--devices", 4), "--devices has no meaning with --gpus"),
         (("--plot", "plan.bmp"), "pictures end in .png, .svg, .pdf, .html. Maybe name it plan.svg."),
-        (("--objective", "device_span"), "--objective has no meaning with --gpus"),
-        (("--offload", "yes"), "--offload is yes, but with --gpus strategies are rated without offload. Maybe"),
+        (("--objective", "device_span"), "--objective is 'device_span' but must be time or memory with --gpus."),
+        (("--offload", "yes", "--pp", 1), "is fixed: offload is yes but pp is 1: the backward follows at once"),
         (("--expert-imbalance", 1.25), "--expert-imbalance has no meaning here: llama-3.1-8b has no experts. Maybe"),
         (("--why", "tp"), "--why has 'tp' but names are tp, cp"),
     ],

@@ -35,7 +35,7 @@ def test_a_table_becomes_layers_that_can_be_planned(cli: Cli, tmp_path: Path) ->
     assert sum(layer.repeat for layer in profile.layers) == 102
     assert "400 TFLOP/s reached" in profile.source
     options = ("--global-batch", 50, "--microbatch-sizes", 1, "--placements", "linear", "--offload", "no")
-    run = cli("plan", layers, "--devices", 25, *options, "--time-limit", "5", "-o", schedule, "--json")
+    run = cli("plan", layers, "--devices", 25, *options, "--time-limit", "1", "-o", schedule, "--json")
     assert run.code == 0
     planned = Schedule.load(schedule)
     assert verify(planned).ok
@@ -145,7 +145,7 @@ def test_measured_layers_are_planned_in_slices(cli: Cli, tmp_path: Path) -> None
     assert profile.sequence == 8
     assert [layer.attention and layer.attention.key_value_bytes for layer in profile.layers] == [2 * 4 * 8 * 32] * 2
     options = ("--devices", 2, "--global-batch", 2, "--microbatch-sizes", 1, "--placements", "linear", "--slices", "2")
-    assert cli("plan", out, *options, "--time-limit", 3, "--offload", "no", "-o", schedule).code == 0
+    assert cli("plan", out, *options, "--time-limit", 1, "--offload", "no", "-o", schedule).code == 0
     planned = Schedule.load(schedule)
     assert verify(planned).ok
     assert planned.problem.slice_count == 2
@@ -163,6 +163,27 @@ def test_slices_of_a_decoder_of_transformers_are_measured(cli: Cli, tmp_path: Pa
     run = cli("profile", "--model", tiny_models.saved("mistral"), *options, "-o", out)
     assert run.code == 2
     assert "is a configuration of mistral: models with full causal attention of" in run.err
+
+
+@pytest.mark.parametrize(("name", "cut", "other"), [("tiny", "3,1", "2,2"), ("llama", "1,4", "2,3")])
+def test_a_model_trains_as_it_was_cut_where_it_was_measured(
+    cli: Cli, tmp_path: Path, name: str, cut: str, other: str
+) -> None:
+    """Unless it is asked for another cut; then peaks are those of another model."""
+    model: tuple[str | int, ...] = ("--model", name, "--layers", 4)
+    if name != "tiny":
+        model = ("--model", tiny_models.saved(name), "--data", f"{tiny_models.__name__}:batch")
+    problem, schedule = tmp_path / "problem.json", tmp_path / "schedule.json"
+    measured = ("--devices", 2, "--microbatches", 4, "--rounds", 1)
+    assert cli("profile", *model, "--cut", cut, *measured, "-o", problem).code == 0
+    assert Problem.load(problem).name.endswith(f", cut {cut}")
+    assert cli("solve", problem, "--method", "1f1b", "-o", schedule).code == 0
+    train = ("train", "--schedule", schedule, *model, "--steps", 1, "--check", "--json")
+    run = cli(*train)
+    assert (run.code, run.document["check"]["failures"]) == (0, []), run.err
+    assert "peaks are not held against the schedule's sizes" not in run.err
+    run = cli(*train, "--cut", other)
+    assert (run.code, "peaks are not held against the schedule's sizes" in run.err) == (0, True), run.err
 
 
 def test_modes_of_stages_from_measured_layers_are_those_of_measured_stages(cli: Cli, tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ from tests.api.harness import (
     working,
 )
 from tests.optpipe.cli.conftest import Cli
-from tests.postgresql import database_url, postgresql, settings
+from tests.postgresql import database_url, settings
 
-__all__ = ["database_url", "postgresql", "service_settings", "service_url", "settings"]
+__all__ = ["database_url", "service_settings", "service_url", "settings"]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def server(service_url: str, service_settings: Settings, monkeypatch: pytest.Mon
 @pytest.fixture
 def slow_server(settings: Settings) -> Iterator[str]:
     """A service that finds one schedule and then searches until it is stopped."""
-    with working(settings, Stepwise(lambda: False)), listening(create_app(settings)) as url:
+    with listening(create_app(settings)) as url, working(settings, Stepwise(lambda: False)):
         yield url
 
 

@@ -43,7 +43,7 @@ def test_a_plan_comes_back(remote: Client) -> None:
     h100 = next(machine for machine in remote.machines() if machine["name"] == "h100")
     faster: list[Progress] = []
     fixed = {"pp": 2, "tp": 2, "microbatch_size": 1}
-    plan = remote.plan("llama-3.1-8b", 8, h100, 4096, 16, fixed=fixed, time_limit_s=20, on_progress=faster.append)
+    plan = remote.plan("llama-3.1-8b", 8, h100, 4096, 16, fixed=fixed, time_limit_s=6, on_progress=faster.append)
     assert plan.document["best"]["pp"] == 2
     assert plan.job.value_us == faster[-1].value_us == plan.document["strategies"][0]["seconds"] * 1e6
     assert plan.schedule is not None
@@ -86,7 +86,7 @@ def test_an_address_that_is_none(url: str) -> None:
 
 
 def test_a_timeout_brings_the_best_so_far(settings: Settings) -> None:
-    with working(settings, Stepwise(lambda: False)), listening(create_app(settings)) as url, Client(url) as client:
+    with listening(create_app(settings)) as url, working(settings, Stepwise(lambda: False)), Client(url) as client:
         job = client.submit(PROBLEM)
         while client.job(job.id).value_us is None:
             time.sleep(0.05)
@@ -110,7 +110,7 @@ def test_an_interrupt_cancels_the_job(settings: Settings) -> None:
     def interrupt(progress: Progress) -> None:
         raise KeyboardInterrupt
 
-    with working(settings, Stepwise(lambda: False)), listening(create_app(settings)) as url, Client(url) as client:
+    with listening(create_app(settings)) as url, working(settings, Stepwise(lambda: False)), Client(url) as client:
         with pytest.raises(KeyboardInterrupt):
             client.solve(PROBLEM, on_progress=interrupt)
         (job,) = client._connection.request("GET", "/v1/schedules").json()["jobs"]

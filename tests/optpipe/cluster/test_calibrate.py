@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import lsq_linear
 
-from optpipe.cluster.calibrate import calibrate, predict, split_rows, work_of
+from optpipe.cluster.calibrate import calibrate, fit, predict, split_rows, work_of
 from optpipe.cluster.machine import DEFAULT_EFFICIENCIES, Efficiencies, Machine, named_machines
 from optpipe.cluster.rows import Row, read_rows
 from optpipe.errors import InputError
@@ -63,6 +65,19 @@ def test_shuffled_times_are_refused(bare: Machine, b200: list[Row]) -> None:
     shuffled = [replace(row, seconds=b200[k].seconds) for row, k in zip(b200, order, strict=True)]
     with pytest.raises(InputError, match="Maybe the columns of times and layouts are mixed up"):
         calibrate(bare, shuffled, leave_out=False)
+
+
+def test_no_warning_is_printed_of_a_division_within_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It divides by a step of zero on a few rows of mixed-up times; in tests a warning is an error."""
+
+    def divides(*arguments: Any, **options: Any) -> Any:
+        assert np.isinf(np.ones(1) / np.zeros(1)).all()
+        return lsq_linear(*arguments, **options)
+
+    monkeypatch.setattr("optpipe.cluster.calibrate.lsq_linear", divides)
+    prior = DEFAULT_EFFICIENCIES.slowdowns
+    works = np.eye(len(prior))
+    assert fit(works, works @ prior, prior, 1.0) == pytest.approx(prior)
 
 
 def test_a_user_calibrates_what_ships_further(b200: list[Row]) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from optpipe.cluster.calibrate import memory_of
+from optpipe.cluster.layers import strategy_layers
 from optpipe.cluster.machine import named_machines
 from optpipe.cluster.memory import MemoryModel
 from optpipe.cluster.model import load_model
 from optpipe.cluster.rows import Row, read_rows
 from optpipe.cluster.strategy import Strategy
+from tests.heavy_head import heavy_head
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published"
 STRATEGY = Strategy(tensor=4, pipeline=4, data=4)
@@ -55,7 +57,75 @@ def test_states_are_divided_by_what_shards_them() -> None:
     whole = MemoryModel(model, replace(STRATEGY, sharding="none"), 8192, 16).held(1)
     assert whole.optimizer == pytest.approx(12 * parameters)
     divided = MemoryModel(model, replace(STRATEGY, sharding="fsdp"), 8192, 16).held(1)
-    assert divided.weights == pytest.approx(2 * parameters / 4)
+    assert divided.weights == pytest.approx(2 * parameters / 4 + 2 * parameters)
+    assert divided.gradients == pytest.approx(4 * parameters / 4)
+
+
+def test_fsdp_holds_what_it_has_gathered() -> None:
+    """In a pipeline the weights of one stage, else those of two layers; a profile of layers says the same."""
+    model, machine = load_model("llama-3.1-8b"), named_machines()["h100"]
+    parameters = 16 * model.layers[0].parameters + model.embedding_parameters
+    one = Strategy(pipeline=2, data=8, sharding="fsdp", schedule="1f1b")
+    memory = MemoryModel(model, one, 8192, 16)
+    assert memory.held(0).weights == pytest.approx(2 * parameters / 8 + 2 * parameters)
+    assert memory.held(0).gradients == pytest.approx(4 * parameters / 8)
+    two = MemoryModel(model, replace(one, virtual=2, schedule="interleaved-1f1b"), 8192, 16)
+    assert two.held(0).weights == pytest.approx(2 * parameters / 8 + parameters)
+    profile = strategy_layers(model, machine, one, 8192)
+    states = sum(layer.repeat * layer.parameter_bytes for layer in profile.layers)
+    assert states == pytest.approx((18 / 8 + 2) * model.parameters)
+
+    alone = replace(one, pipeline=1, data=16)
+    gathered = 2 * 2 * model.layers[0].parameters
+    held, divided = (
+        MemoryModel(model, replace(alone, sharding=sharding), 8192, 16).held(0) for sharding in ("fsdp", "optimizer")
+    )
+    assert held.transient - divided.transient == gathered
+    workspaces = [
+        strategy_layers(model, machine, replace(alone, sharding=sharding), 8192).layers[1].workspace_bytes
+        for sharding in ("fsdp", "optimizer")
+    ]
+    for op in ("F", "B", "W", "BW"):
+        assert getattr(workspaces[0], op) - getattr(workspaces[1], op) == gathered
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_the_output_layer_on_all_devices(tied: bool) -> None:
+    """By hand: two of 16 layers a device, an eighth of the rows and of the last norm, and the embedding on the first.
+
+    Tied rows are there a second time where the embedding is on another device, as with the layer in the last stage.
+    """
+    model, rows = heavy_head(tied=tied), 262_144 * 2048
+    layer = 4 * 2048**2 + 3 * 2048 * 8192 + 2 * 2048
+    each = 2 * layer + (rows + 2048) // 8
+    expected = [each + rows, *[each] * 7]
+    assert sum(expected) == model.parameters + tied * rows
+    strategy = Strategy(pipeline=8, vocabulary="spread", schedule="vocab-2")
+    ranks = MemoryModel(model, strategy, 2048, 64).devices()
+    for held, parameters in zip(ranks, expected, strict=True):
+        assert (held.weights, held.gradients, held.optimizer) == (2 * parameters, 4 * parameters, 12 * parameters)
+    assert [round(held.activations / ranks[7].activations * 2) for held in ranks] == [9, 8, 7, 6, 5, 4, 3, 2]
+    logits, message = 2048 * 262_144 // 8, 2048 * 2048 * 2
+    assert {held.logits for held in ranks} == {2 * logits + 2 * message}
+    for place in ("last", "own"):
+        whole = MemoryModel(model, replace(strategy, vocabulary=place, schedule="1f1b"), 2048, 64).devices()
+        assert sum(held.weights for held in whole) == 2 * sum(expected)
+        layers = 2 if place == "last" else 0
+        assert whole[7].weights == 2 * (layers * layer + rows + 2048)
+        assert whole[7].total > ranks[7].total
+
+
+def test_more_ranks_than_key_value_heads_hold_copies() -> None:
+    """8 ranks of 4 heads of keys and values, 128 wide, of 3,584 inputs, with biases: each rank has a whole head."""
+    model = load_model("qwen2.5-7b")
+    layer, kept = model.layers[0], {}
+    for tensor in (4, 8):
+        memory = MemoryModel(model, replace(STRATEGY, tensor=tensor), 8192, 16)
+        dense, _ = memory.parameters(layer)
+        copies = 2 * (tensor - 4) * 3584 * 128
+        assert dense == (layer.parameters + copies) / tensor
+        kept[tensor] = memory.layer(layer)
+    assert kept[8] == kept[4] / 2 + 8192 * 128 * 2 * 2 / 2
 
 
 def test_activations_are_those_in_flight() -> None:
@@ -78,7 +148,9 @@ def test_experts_of_a_predicted_token_are_divided_as_all_experts() -> None:
     model = load_model("deepseek-v3")
     strategy = Strategy(tensor=2, expert=64, pipeline=4, data=32)
     with_it = MemoryModel(model, strategy, 4096, 64).held(3).weights
-    without = (
-        MemoryModel(replace(model, predicted_tokens=0, prediction_parameters=0), strategy, 4096, 64).held(3).weights
-    )
-    assert 0 < with_it - without < 2 * 1.5e9
+    without = MemoryModel(replace(model, prediction_layers=()), strategy, 4096, 64)
+    other = without.held(3).weights
+    parameters = (11_610_068_224 - 256 * 3 * 7168 * 2048) / 2 + 256 // 64 * 3 * 7168 * 2048 + 129_280 * 7168 / 2
+    of_a_layer = sum(without.parameters(model.layers[-1]))
+    layers = Strategy(pipeline=4).layers_of_stages(model)[3] - Strategy(pipeline=4).layers_of_stages(without.model)[3]
+    assert with_it - other == pytest.approx(2 * (parameters + (layers - 1) * of_a_layer))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from optpipe.cluster.model import FAMILIES, load_model, named_models, read_model
+from optpipe.cluster.families import FAMILIES
+from optpipe.cluster.model import load_model, named_models, read_model
 from optpipe.errors import InputError
 
 PUBLISHED = {
@@ -84,13 +85,19 @@ CONFIGURATIONS: dict[str, list[dict[str, Any]]] = {
         SMALL | NEW_FALCON,
         SMALL | NEW_FALCON | {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 70},
         SMALL | {"parallel_attn": False, "bias": True, "multi_query": False},
+        SMALL | {"num_ln_in_parallel_attn": 2, "num_kv_heads": 3, "multi_query": False},
     ],
     "opt": [
         OPT,
         OPT | {"word_embed_proj_dim": 24, "do_layer_norm_before": False},
         OPT | {"enable_bias": False},
+        OPT | {"layer_norm_elementwise_affine": False},
     ],
 }
+STRAY = {"bias": True, "qkv_bias": True, "mlp_bias": True, "attention_bias": True, "qk_norm": True, "gated": True}
+STRAY |= {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2, "mlp_only_layers": [1]}
+STRAY |= {"decoder_sparse_step": 2, "moe_intermediate_size": 30, "norm": "LayerNorm", "learned_positions": 9}
+"""Fields that only some classes read."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -115,15 +122,46 @@ def test_further_pins() -> None:
     assert load_model("nemotron-4-340b").parameters == 341_029_195_776
 
 
+def _of_transformers(model_type: str, given: dict[str, Any]) -> tuple[Any, int]:
+    """The class's configuration and the number of its parameters."""
+    config = AutoConfig.for_model(model_type, **given, bos_token_id=1, eos_token_id=2)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    parameters += sum(b.numel() for name, b in module.named_buffers() if name.endswith("e_score_correction_bias"))
+    return config, parameters
+
+
+@pytest.mark.parametrize("model_type", sorted(CONFIGURATIONS))
+def test_a_field_that_the_class_does_not_read_changes_nothing(model_type: str) -> None:
+    given = CONFIGURATIONS[model_type][0]
+    for name, value in STRAY.items():
+        if name not in given:
+            _, parameters = _of_transformers(model_type, given | {name: value})
+            assert read_model({"model_type": model_type} | given | {name: value}).parameters == parameters, name
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"kimi_k2"}))
+def test_an_absent_field_is_what_the_class_takes(model_type: str) -> None:
+    heads, width = (64, 128) if model_type != "deepseek_v3" else (128, 56)
+    given: dict[str, Any] = {"num_attention_heads": heads, "hidden_size": heads * width, "num_hidden_layers": 5}
+    given |= {"vocab_size": 100, "pad_token_id": 0}
+    if FAMILIES[model_type].gated:
+        given["intermediate_size"] = 72
+    given |= {"deepseek_v2": {"num_experts_per_tok": 2}, "nemotron": {"num_key_value_heads": 8}}.get(model_type, {})
+    config, parameters = _of_transformers(model_type, given)
+    model = read_model({"model_type": model_type} | given)
+    assert model.parameters == parameters
+    assert all(layer.feed_forward.chosen in (0, getattr(config, "num_experts_per_tok", 0)) for layer in model.layers)
+    windows = {layer.attention.window for layer in model.layers} - {None}
+    assert windows <= {getattr(config, "sliding_window", None)}
+
+
 @pytest.mark.parametrize("model_type", sorted(CONFIGURATIONS))
 def test_parameters_and_windows_are_those_of_transformers(model_type: str) -> None:
     """From what the class fills in, and from what was given alone."""
     for given in CONFIGURATIONS[model_type]:
-        config = AutoConfig.for_model(model_type, **given, bos_token_id=1, eos_token_id=2)
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config)
-        parameters = sum(parameter.numel() for parameter in module.parameters())
-        parameters += sum(b.numel() for name, b in module.named_buffers() if name.endswith("e_score_correction_bias"))
+        config, parameters = _of_transformers(model_type, given)
         full, short = read_model(config.to_dict()), read_model({"model_type": model_type} | given)
         assert full.parameters == short.parameters == parameters, given
         types = getattr(config, "layer_types", None)
@@ -157,6 +195,7 @@ def test_the_text_of_a_model_of_several_media() -> None:
     ("change", "message"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"model_type": "", "mtp_layers": 10**9}, "mtp_layers is 1000000000 but at most 100 are read."),
         ({"vocab_size": "many"}, "vocab_size is 'many' but must be an integer from 1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0 but must be an integer from 1"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000 but at most 10000"),
@@ -174,7 +213,7 @@ def test_the_text_of_a_model_of_several_media() -> None:
 )
 def test_a_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        read_model(GROUPED | {"model_type": "llama"} | change)
+        read_model(GROUPED | {"model_type": "mine"} | change)
 
 
 def test_a_field_is_named_as_the_family_calls_it() -> None:

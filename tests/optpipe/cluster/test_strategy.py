@@ -1,57 +1,52 @@
-"""Strategies: which are legal, and what is refused with the nearest legal value."""
+"""Strategies: layers of their stages."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import get_args
 
 import pytest
 
 from optpipe.cluster.model import load_model
-from optpipe.cluster.strategy import Strategy, even_stages, require_legal
-from optpipe.errors import InputError
-
-LLAMA = Strategy(tensor=4, context=2, pipeline=4, virtual=5, data=2)
-
-
-def test_experts_fold_over_the_ranks_of_tensor_parallelism() -> None:
-    """The product of all degrees would be 512 x 2 GPUs."""
-    model = load_model("deepseek-v3")
-    require_legal(Strategy(tensor=2, expert=64, pipeline=4, data=32), model, 256, 8, 4096, 2048)
-
-
-@pytest.mark.parametrize(
-    ("changes", "gpus", "batch", "message"),
-    [
-        ({"data": 3}, 64, 510, "dp makes dp x tp x cp x pp = 96 GPUs but there are 64. Maybe dp 2."),
-        ({"tensor": 3}, 48, 512, "tp is 3 but must divide the 64 heads. Maybe 4."),
-        ({"tensor": 16, "data": 1}, 128, 512, "tp is 16 but a node has 8 GPUs. Maybe 8."),
-        ({"context": 3}, 96, 512, "cp is 3: 2 x tp x cp = 24 must divide the sequence of 8,192 tokens. Maybe 4."),
-        ({"expert": 2}, 64, 512, "ep is 2 but llama-3.1-70b has no experts. Maybe leave it out."),
-        ({}, 64, 511, "global_batch is 511 but dp x microbatch size = 2 must divide it. Maybe 512."),
-        (
-            {"virtual": 40},
-            64,
-            512,
-            "pp is 4, with 40 stages a device, but 80 layers, embedding and head fill 82 stages.",
-        ),
-    ],
-)
-def test_what_is_illegal_is_refused_with_the_nearest_value(
-    changes: dict[str, int], gpus: int, batch: int, message: str
-) -> None:
-    with pytest.raises(InputError) as caught:
-        require_legal(replace(LLAMA, **changes), load_model("llama-3.1-70b"), gpus, 8, 8192, batch)  # type: ignore[arg-type]
-    assert message in str(caught.value)
-
-
-def test_experts_need_as_many_ranks() -> None:
-    model = load_model("deepseek-v3")
-    with pytest.raises(InputError) as caught:
-        require_legal(Strategy(expert=64, pipeline=8, data=16), model, 128, 8, 4096, 2048)
-    assert "ep is 64: pp x ep x etp = 512 must divide the 128 GPUs. Maybe 16." in str(caught.value)
+from optpipe.cluster.strategy import Strategy, Vocabulary, even_stages
 
 
 def test_first_and_last_stage_have_fewest_layers() -> None:
     assert even_stages(80, 4) == (20, 20, 20, 20)
     assert even_stages(126, 64) == (1, *(2,) * 62, 1)
     assert even_stages(22, 8) == (2, 3, 3, 3, 3, 3, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("stages", "sizes"),
+    [
+        (1, (62,)),
+        (4, (16, 16, 16, 13 + 1)),
+        (8, (*[8] * 7, 5 + 1)),
+        (16, (*[4] * 15, 1 + 1)),
+        (32, (1, *[2] * 30, 0 + 1)),
+        (63, (0, *[1] * 61, 0 + 1)),
+        (64, (0, *[1] * 61, 1, 0)),
+    ],
+)
+def test_a_stage_that_predicts_further_tokens(stages: int, sizes: tuple[int, ...]) -> None:
+    """Layers of DeepSeek-V3 as Megatron Bridge 0.3 has them for 4, 8 and 16 stages."""
+    assert Strategy(pipeline=stages).layers_of_stages(load_model("deepseek-v3")) == sizes
+
+
+def test_every_division_has_layers_in_all_stages() -> None:
+    model = load_model("deepseek-v3")
+    for count, predicted, place in product(range(1, 9), range(4), get_args(Vocabulary)[:2]):
+        one = replace(model, layers=model.layers[:count], prediction_layers=model.prediction_layers * predicted)
+        for stages in range(2, one.most_stages + 1):
+            sizes = Strategy(pipeline=stages, vocabulary=place).layers_of_stages(one)
+            assert (len(sizes), sum(sizes)) == (stages, count + predicted)
+            assert all(sizes[1:-1]), sizes
+            assert (sizes[-1] == 0) >= (place == "own")
+            assert [size for size in sizes if size][-1] >= predicted
+
+
+def test_an_output_layer_of_its_own_stage() -> None:
+    one = Strategy(pipeline=4, virtual=2, vocabulary="own")
+    assert one.layers_of_stages(load_model("llama-3.1-70b")) == (11, 11, 11, 12, 12, 12, 11, 0)

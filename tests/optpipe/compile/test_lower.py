@@ -19,6 +19,7 @@ from optpipe.kinds import KINDS
 from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.spread import VocabularyPasses
 from solver.build import build_schedule
 from solver.solve import solve
 from tests.optpipe.compile.player import play
@@ -129,6 +130,14 @@ def test_slices_run_forward_from_the_first_and_backward_from_the_last() -> None:
     assert (program.microbatches, program.slices, program.units) == (2, 2, 4)
     last = [str(action) for action in program.devices[1] if action.stream == "compute"]
     assert last == ["F1.0", "F1.1", "BW1.1", "F1.2", "BW1.0", "F1.3", "BW1.3", "BW1.2"]
+
+
+def test_slices_have_the_memory_of_their_microbatches() -> None:
+    """Two slices of 4 bytes, then two of 8: each device holds all of them when the first backward begins."""
+    factors = [{"bytes": 1}, {"bytes": 2}]
+    schedule = solve(unequal(2, 2, slices={"count": 2}, microbatch_factors=factors), "gpipe")
+    peaks = planned_peaks_bytes(compile_schedule(schedule), schedule.problem, [0])
+    assert peaks == [device.peak_bytes for device in schedule.devices] == [24, 24]
 
 
 @pytest.mark.parametrize(("kind", "units"), [("F", (0, 1)), ("BW", (3, 2))])
@@ -333,6 +342,14 @@ def test_devices_exchange_a_vocabulary_layer_in_one_order() -> None:
     assert text(compile_schedule(vocabulary_schedule(2, 1, 1))) == [
         "F0.0 SEND_F0.0->1 BROADCAST0.0 S0.0 ALL_GATHER0.0 REDUCE_INPUT0.0 T0.0 RECV_B0.0<-1 BW0.0",
         "RECV_F1.0<-0 F1.0 BROADCAST1.0 S1.0 ALL_GATHER1.0 REDUCE_INPUT1.0 BW1.0 SEND_B1.0->0 T1.0",
+    ]
+
+
+def test_forwards_alone_end_in_both_passes_of_a_vocabulary_layer() -> None:
+    program = compile_forward([0, 1], 2, vocabulary=VocabularyPasses("S", "T", 1))
+    assert text(program) == [
+        "F0.0 SEND_F0.0->1 F0.1 SEND_F0.1->1 BROADCAST0.0 S0.0 ALL_GATHER0.0 T0.0 BROADCAST0.1 S0.1 ALL_GATHER0.1 T0.1",
+        "RECV_F1.0<-0 RECV_F1.1<-0 F1.0 BROADCAST1.0 S1.0 ALL_GATHER1.0 T1.0 F1.1 BROADCAST1.1 S1.1 ALL_GATHER1.1 T1.1",
     ]
 
 

@@ -24,6 +24,7 @@ from optpipe.errors import InputError
 from optpipe.export.launch import TRAINERS, LaunchFiles, launch_files
 from optpipe.export.launch.megatron import group_size
 from optpipe.export.launch.reading import Launch
+from optpipe.export.megatron_layout import parse_layout
 from optpipe.units import time_text
 from solver.layout.cluster_plan import plan_cluster
 from solver.layout.fitting import Job
@@ -50,9 +51,13 @@ def scheduled(plan: Plan, cut: list[int], placement: str = "interleaved-2", **in
 UNEVEN = [1, 6, 5, 4, 5, 5, 7, 1]  # the embedding alone, the head alone
 LLAMA = planned(pp=4, tp=2, cp=2, dp=1, vpp=2, microbatch_size=2, recompute="full")
 SEARCHED = scheduled(LLAMA, UNEVEN)
+LEAVING = planned(pp=4, tp=2, cp=2, dp=1, vpp=2, microbatch_size=2, offload="yes")
 FEW = LLAMA | {"global_batch": 4}
 EXPERTS = planned("deepseek-v3", 256, "b200", pp=8, ep=32, tp=1, cp=1, vpp=1, microbatch_size=1)
+ALONE = scheduled(EXPERTS, [10, 10, 10, 10, 11, 11, 1, 1], "linear")
 HIDDEN = planned("qwen3-30b-a3b", 32, pp=4, vpp=3, ep=8, tp=1, overlap="yes")
+SPREAD = planned("gemma-2-9b", 32, pp=16, vocabulary="spread")
+OWN = planned(pp=8, tp=1, cp=1, vocabulary="own")
 
 
 def arguments(launched: LaunchFiles) -> dict[str, list[str]]:
@@ -65,6 +70,12 @@ def arguments(launched: LaunchFiles) -> dict[str, list[str]]:
         else:
             values.append(word)
     return found
+
+
+def test_activations_that_leave_as_rated() -> None:
+    assert "--offload-modules" in arguments(launch_files(LEAVING, "megatron"))
+    assert "--offload-modules" not in arguments(launch_files(LLAMA, "megatron"))
+    assert "fine_grained_activation_offloading" in launch_files(LEAVING, "bridge").files["pretrain.py"]
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +109,8 @@ def layout_class() -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "plan",
-    [LLAMA, SEARCHED, scheduled(LLAMA, [2, 3, 4, 5, 6, 5, 5, 4]), EXPERTS],
-    ids=["even", "ends alone", "uneven", "with predicted tokens"],
+    [LLAMA, SEARCHED, scheduled(LLAMA, [2, 3, 4, 5, 6, 5, 5, 4]), EXPERTS, ALONE],
+    ids=["even", "ends alone", "uneven", "with predicted tokens", "which a stage has alone"],
 )
 def test_megatron_core_reads_the_cut_from_the_layout(layout_class: Any, plan: Plan) -> None:
     best, model = plan["best"], read_model(plan["config"])
@@ -107,8 +118,9 @@ def test_megatron_core_reads_the_cut_from_the_layout(layout_class: Any, plan: Pl
     layout = layout_class(text, best["pp"])
     layout.validate_layer_layout(len(model.layers), model.predicted_tokens or None)
     stages = [layout.layout[s % best["pp"]][s // best["pp"]] for s in range(len(best["cut"]))]
-    sizes = [sum(layer.name != "mtp" for layer in stage) for stage in stages]
-    assert sizes == best["cut"]
+    assert [len(stage) for stage in stages] == best["cut"]
+    predicted = [s for s, stage in enumerate(stages) for layer in stage if layer.name == "mtp"]
+    assert Launch.of(plan).stages_of_prediction(best["cut"]) == predicted
     assert layout.virtual_pipeline_model_parallel_size == best["vpp"]
     bridge = launch_files(plan, "bridge").files["pretrain.py"]
     assert f"model.pipeline_model_parallel_layout = {text!r}" in bridge
@@ -136,6 +148,29 @@ def test_megatron_gets_all_sizes() -> None:
     experts = arguments(launch_files(EXPERTS, "megatron"))
     assert (experts["--expert-model-parallel-size"], experts["--mtp-num-layers"]) == (["32"], ["1"])
     assert experts["--moe-layer-freq"] == ["([0]*3+[1]*58)"]
+
+
+def test_multi_token_prediction_stays_where_the_trainer_has_it() -> None:
+    """Megatron-Core has all of it in one stage, AutoModel in the last, and only models that are not read by name."""
+    none = "layers of multi-token prediction (1): its class of deepseek_v3 has none"
+    assert none in launch_files(EXPERTS, "automodel").lost
+    launched = launch_files(ALONE, "automodel")
+    assert launched.seconds == ALONE["best"]["published"]["seconds"]
+    assert any("since a stage of it has multi-token prediction alone" in sentence for sentence in launched.lost)
+    own = EXPERTS["config"] | {"model_type": "ours", "num_nextn_predict_layers": 2}
+    twice = EXPERTS | {"model": "ours", "config": own}
+    published = twice["best"]["published"] | {"cut": [8, 9, 8, 8, 8, 8, 8, 8]}
+    twice["best"] = twice["best"] | {"published": published, "cut": published["cut"]}
+    apart = scheduled(twice, [9, 8, 8, 8, 8, 8, 14, 2], "linear")
+    moved = "cut: multi-token prediction runs in the last stage, with the head"
+    assert moved in launch_files(apart, "automodel").lost
+    assert moved not in launch_files(twice, "automodel").lost
+    with pytest.raises(InputError, match=r"best\.cp is 2, which excludes multi-token prediction in a pipeline\."):
+        launch_files(twice | {"best": twice["best"] | {"cp": 2, "dp": 16}}, "automodel")
+    apart["config"] = apart["config"] | {"model_type": "deepseek_v3"}
+    launched = launch_files(apart, "megatron")
+    assert arguments(launched)["--pipeline-model-parallel-layout"][0].endswith("t*5mmL")
+    assert any("its layers of multi-token prediction are in several stages" in sentence for sentence in launched.lost)
 
 
 def test_blocks_are_set_where_the_trainer_has_them() -> None:
@@ -248,6 +283,14 @@ def test_every_model_has_a_trainer(name: str) -> None:
     assert len(refused) < len(TRAINERS) or name == "bloom-176b"
 
 
+def test_an_output_layer_in_a_stage_of_its_own() -> None:
+    """The layouts of Megatron-LM end with it, and torchtitan's modules of the last stage are norm and output."""
+    [layout] = arguments(launch_files(OWN, "megatron"))["--pipeline-model-parallel-layout"]
+    assert parse_layout(layout, "layout")[-1] == "L"
+    assert OWN["best"]["published"]["cut"][-1] == 1
+    assert Launch.of(OWN).modules(OWN["best"]["cut"], ("e", "l", "n", "o"))[-1] == ["n", "o"]
+
+
 @pytest.mark.parametrize(
     ("trainer", "plan", "message"),
     [
@@ -264,11 +307,22 @@ def test_every_model_has_a_trainer(name: str) -> None:
         ),
         ("bridge", planned("mixtral-8x7b", 64, pp=4), "model is of model_type 'mixtral', which Megatron Bridge has no"),
         ("automodel", planned("qwen3-30b-a3b", 64, pp=4, tp=2), "best.tp is 2, but models with experts take tensor"),
+        *(
+            (trainer, SPREAD, "best.vocabulary is spread, but no trainer except optpipe train runs")
+            for trainer in TRAINERS
+        ),
+        ("torchtitan", ALONE, "best.cut gives stage 6 multi-token prediction alone, which this trainer does not cut"),
         ("automodel", HIDDEN, "best.overlap is yes, but its schedules hide no exchange of experts. Maybe plan with"),
         ("torchtitan", HIDDEN, "best.overlap is yes, but interleaved-1f1b hides no exchange of experts there. Maybe"),
         ("bridge", FEW, "best.pp is 4, but a step has 2 microbatches, and interleaved 1F1B needs as many. Maybe plan"),
         ("automodel", LLAMA | {"best": None}, "best is null: no strategy of this plan fits. Maybe plan for more GPUs."),
         ("megatron", LLAMA | {"format": "optpipe.plan/2"}, "format"),
+        ("automodel", LEAVING, "best.offload is yes, but this trainer has none. Maybe plan with --offload no."),
+        (
+            "torchtitan",
+            LEAVING,
+            "best.offload is yes, but torchtitan offloads by a schedule file alone, which the plan",
+        ),
         ("megatron", LLAMA | {"gpus": 32}, "dp makes dp x tp x cp x pp = 16 GPUs but there are 32. Maybe dp 2."),
         (
             "megatron",

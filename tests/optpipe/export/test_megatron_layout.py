@@ -37,6 +37,12 @@ def test_what_is_written_is_read(sizes: list[int], has_embedding: bool, has_head
         assert stage.count("t") + sum(own) == sizes[s]
 
 
+@pytest.mark.parametrize("text", ["Ettt|(tt|)*29m|L", "Et*4|(t*4|)*14tmL", "E|(t|)*2tmm|L"])
+def test_layers_of_multi_token_prediction_are_layers_of_the_cut(text: str) -> None:
+    stages = parse_layout(text, "--layout")
+    assert layout_text([len(stage) for stage in stages], predicted="".join(stages).count("m")) == text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -83,7 +83,7 @@ def test_offload_is_refused_with_what_its_absence_needs() -> None:
     schedule = one_f_one_b(2, 3, moved=[(0, 0), (0, 1)])
     expected = (
         r"^devices\[0\]\.offload has 2 ops, but torch's runtime has none for offload\. "
-        r"Maybe drop them \(--drop-offload\) if the device has 4 bytes \(budget: no limit\)\.$"
+        r"Maybe drop them \(--drop-offload\), which takes 4 B, no limit\.$"
     )
     with pytest.raises(InputError, match=expected):
         torch_csv(schedule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from instances.schedules import one_f_one_b, v_wave
 from optpipe.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from tests.optpipe.compile.vocabulary import vocabulary_schedule
 from tests.optpipe.models import tiny_models
 from tests.optpipe.models.tiny_models import LEARNING_RATE, STEPS, WEIGHT_DECAY, saved
 from tests.optpipe.models.tiny_models import MICROBATCHES as M
@@ -18,6 +19,8 @@ SCHEDULES = {
     "accumulated": lambda: one_f_one_b(4, M // 2),
     "accumulated V": lambda: v_wave(2, M // 4),
     "accumulated replicas": lambda: one_f_one_b(2, M // 4),
+    "rows on 2": lambda: vocabulary_schedule(2, M, 2),
+    "rows on 3": lambda: vocabulary_schedule(3, M, 1),
 }
 
 ACCUMULATE = {"accumulated": 2, "accumulated V": 4, "accumulated replicas": 2}

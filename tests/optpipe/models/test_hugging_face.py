@@ -334,7 +334,28 @@ def test_models_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is a configuration of t5 with no causal language model"):
         HuggingFace(f"hf:{tmp_path}", 2)
     T5Config(**sizes, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="num_hidden_layers 2, but 2 lists of modules are that long, so it cannot be"):
+    with pytest.raises(InputError, match="num_decoder_layers 2, but 2 lists of modules are that long, so it cannot be"):
+        HuggingFace(f"hf:{tmp_path}", 2)
+
+
+CTRL = {"n_positions": 32, "n_embd": 16, "dff": 32, "n_layer": 4, "n_head": 2}
+RWKV = {"hidden_size": 16, "num_hidden_layers": 4, "context_length": 32}
+PROPHET = {"hidden_size": 16, "num_encoder_layers": 2, "num_decoder_layers": 4, "num_decoder_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "options", "message"),
+    [
+        ("CTRLConfig", "CTRLLMHeadModel", CTRL, "CTRLLMHeadModel, which changes its embeddings in place"),
+        ("RwkvConfig", "RwkvForCausalLM", RWKV, "the model takes more from each layer than hidden states"),
+        ("ProphetNetConfig", "ProphetNetForCausalLM", PROPHET, "computes with weights outside their modules"),
+    ],
+)
+def test_models_are_refused_by_what_they_do(
+    kind: str, architecture: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    getattr(transformers, kind)(vocab_size=64, **options, architectures=[architecture]).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=message):
         HuggingFace(f"hf:{tmp_path}", 2)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -13,6 +15,7 @@ from optpipe.train import ModelConfig, TrainingConfig, train
 from tests.optpipe.models import tiny_models
 from tests.optpipe.models.tiny_models import MICROBATCHES, saved
 from tests.optpipe.train.cases import assert_plain_step
+from tests.sample import some
 from tests.sliced_schedules import microbatch_by_microbatch, seq1f1b_schedule, sliced_problem
 
 BLOCKS = {"name": "selective", "kept_bytes": 20, "recompute_us": 5, "segment_bytes": 80}
@@ -33,20 +36,30 @@ def config(schedule: Schedule, name: str, data: str = "unmasked_batch") -> Train
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("llama", "seq1f1b"), ("qwen3", "V, split"), ("gpt2", "seq1f1b"), ("llama", "recomputed"), ("gpt2", "V, split")],
+    some(
+        [
+            ("llama", "seq1f1b"),
+            ("qwen3", "V, split"),
+            ("gpt2", "seq1f1b"),
+            ("llama", "recomputed"),
+            ("gpt2", "V, split"),
+        ]
+    ),
 )
 def test_slices_equal_the_uncut_model_on_whole_sequences(name: str, way: str) -> None:
     assert_plain_step(train(config(SCHEDULES[way], name)).check)
 
 
 @pytest.mark.parametrize("way", ["seq1f1b", "recomputed"])
-def test_dropout_is_that_of_whole_sequences(way: str) -> None:
+def test_dropout_is_that_of_whole_sequences(way: str, tmp_path: Path) -> None:
     """Dropout of embeddings, of attention and of what is added to the hidden states."""
     given = config(SCHEDULES[way], "gpt2")
-    path = Path(given.model.name.removeprefix("hf:")) / "config.json"
+    folder = copytree(given.model.name.removeprefix("hf:"), tmp_path / "dropping")
+    path = folder / "config.json"
     dropping = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.25)
     path.write_text(json.dumps(json.loads(path.read_text()) | dropping))
-    assert_plain_step(train(given).check)
+    model = replace(given.model, name=f"hf:{folder}")
+    assert_plain_step(train(replace(given, model=model)).check)
 
 
 def test_models_that_do_not_take_slices_are_refused_by_name() -> None:

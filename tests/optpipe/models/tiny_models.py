@@ -64,13 +64,15 @@ _BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _DISTILBERT = {"vocab_size": VOCABULARY, "dim": 16, "hidden_dim": 32, "n_layers": LAYERS, "n_heads": 2}
 _DISTILBERT |= {"dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.2}
 _BART = {"vocab_size": VOCABULARY, "d_model": 16, "dropout": 0.0, "init_std": 0.2, "max_position_embeddings": 32}
-_BART |= {"decoder_ffn_dim": 32, "decoder_attention_heads": 2, "encoder_layers": LAYERS, "decoder_layers": LAYERS}
+_BART |= {"decoder_ffn_dim": 32, "decoder_attention_heads": 2, "encoder_layers": LAYERS + 2, "decoder_layers": LAYERS}
 _VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 _VISION |= {"image_size": 8, "patch_size": 4, "projection_dim": 16}
 _LLAVA = {"text_config": {"model_type": "llama"} | _SIZES, "image_token_index": VOCABULARY - 1}
 _LLAVA |= {"vision_config": {"model_type": "clip_vision_model"} | _VISION}
 _MODERN = _BERT | {"local_attention": 4, "embedding_dropout": 0.0, "attention_dropout": 0.0, "mlp_dropout": 0.0}
 _MODERN |= {"classifier_dropout": 0.0, "cls_token_id": 1, "sep_token_id": 2}
+_PROJECTED = _OPT | {"word_embed_proj_dim": 8, "do_layer_norm_before": False, "attention_dropout": 0.0}
+_GRIFFIN = _SIZES | {"num_hidden_layers": 6, "lru_width": 16, "attention_window_size": 8}
 _DEEP = _GPT2 | {"pad_token_id": 0, "num_labels": 3}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,9 +88,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "DistilBertForTokenClassification": ("DistilBertConfig", _DISTILBERT),
     "ModernBertForMaskedLM": ("ModernBertConfig", _MODERN),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", CONFIGS["qwen3-moe"][1]),
+    "OPTForCausalLM": ("OPTConfig", _PROJECTED),
+    "OpenAIGPTLMHeadModel": ("OpenAIGPTConfig", _GPT2),
+    "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", _GRIFFIN),
 }
 """Those whose loss shifts its labels, though their name or their mapping says otherwise, or the other way round; whose
-last stage needs the token ids; and whose embeddings are a module of several."""
+last stage needs the token ids; whose embeddings are a module of several, or of another size than the hidden states;
+whose layers return lists; and which use a buffer before the layers."""
 
 TRAINED = ("llama", "tied llama", "gpt2", "qwen3-moe")
 
@@ -112,9 +118,13 @@ def plain_model(name: str) -> PreTrainedModel:
 
 @cache
 def saved(name: str) -> str:
-    """The folder of the model, as transformers saves it, with the prefix of its name."""
+    """The folder of the model, as transformers saves it beside a tokenizer, with the prefix of its name.
+
+    All tests of a process read it: one that changes a file copies the folder first.
+    """
     folder = Path(mkdtemp(prefix=name.replace(" ", "-")))
     plain_model(name).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
     return f"hf:{folder}"
 
 

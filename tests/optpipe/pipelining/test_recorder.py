@@ -164,7 +164,7 @@ def test_memory_decides_how_often_gradients_are_reduced(run: Run) -> None:
     every = recorded.reduce_every(schedule, often)
     assert every is not None
     assert peak(every) <= often < peak(every + 1 if every < 5 else None)
-    with pytest.raises(InputError, match=r"1 too few for this schedule however often gradients are reduced"):
+    with pytest.raises(InputError, match=r"1 B too few for this schedule however often gradients are reduced"):
         recorded.reduce_every(schedule, min(peak(k) for k in range(1, 6)) - 1)
 
 

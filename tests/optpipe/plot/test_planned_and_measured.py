@@ -11,6 +11,7 @@ from optpipe.plot.panel import Panel
 from optpipe.plot.planned_and_measured import planned_and_measured_panel, render_planned_and_measured
 from optpipe.trace import Trace
 from optpipe.trace.compare import Span, compare, planned_spans
+from optpipe.units import idle_text, time_unit
 from tests.optpipe.plot.schedules import pair
 from tests.optpipe.trace.traces import trace_of
 
@@ -65,8 +66,13 @@ def test_figures_stand_beside_each_device() -> None:
     trace = stretched(1.25)
     texts = [text.get_text() for text in drawn(trace).axes.texts]
     assert texts.count("planned") == texts.count("measured") == 2
-    for figures in compare(trace).devices:
-        assert any(f"bubble {100 * figures.bubble:.1f} %" in text for text in texts)
+    for d, figures in enumerate(compare(trace).devices):
+        planned_us = pair().idle_us(d)
+        assert figures.planned_idle_us == pytest.approx(planned_us)
+        assert figures.idle_us == pytest.approx([1.25 * us for us in planned_us])
+        unit = time_unit(1.25 * pair().value_us)
+        for idle_us in (figures.planned_idle_us, figures.idle_us):
+            assert any(text.startswith(f"idle {idle_text(idle_us, unit)}, peak ") for text in texts)
 
 
 def test_the_same_trace_gives_the_same_bytes() -> None:

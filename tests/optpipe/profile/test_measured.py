@@ -228,7 +228,7 @@ def test_a_compiled_stage_s_b_stands_for_both() -> None:
 
 
 def test_parameters_beyond_memory_are_refused() -> None:
-    with pytest.raises(InputError, match=r"--memory is 1,999 bytes, but .* alone take 2,000 on device 1"):
+    with pytest.raises(InputError, match=r"--memory is 1.95 KiB, but .* alone take 1.95 KiB on device 1, 1 B too few"):
         made([SPLIT, SPLIT, SPLIT], [0, 1, 1]).problem(4, memory_bytes=1999)
 
 

@@ -44,7 +44,7 @@ def test_a_profile_of_torchs_classes(run_ranks: RunRanks, tmp_path: Path) -> Non
     written = tmp_path / "trace.json"
     shown = CliRunner().invoke(command_line(), ["trace", *files, "-o", str(written)])
     assert shown.exit_code == 0, shown.output
-    assert "bubble" in shown.output
+    assert "idle planned" in shown.output
     assert Trace.load(written).schedule.method == "observed"
 
 
@@ -209,10 +209,63 @@ def test_the_rest_of_a_pipeline_is_named(ranks: str, missing: str, tmp_path: Pat
 
 
 def test_more_ranks_of_a_job_are_said_where_nothing_names_the_pipeline(tmp_path: Path) -> None:
+    """Two pipelines of two ranks could be a job of four; without any rank stated there are the files' names."""
     paths = write_profiles(tmp_path, megatron_problem(4, 1, 8), megatron_orders(4, 1, 8))
-    trace = load_profiles(paths[1:])
-    assert trace.source.endswith("(of ranks 1, 2, 3; if the pipeline has ranks 0, 1, 2, 3, some are missing)")
+    trace = load_profiles(paths[2:])
+    assert trace.source.endswith("(of ranks 2, 3; if the pipeline has ranks 0, 1, 2, 3, some are missing)")
     assert "missing" not in load_profiles(paths).source
+    named = load_profiles(selected(paths, "123", anonymous)).source
+    assert named.endswith("(by their names of ranks 1, 2, 3; if a pipeline has those before, some are missing)")
+    assert "missing" not in load_profiles(paths).source
+
+
+@pytest.mark.parametrize(
+    ("ranks", "processes", "divided"),
+    [("123", 4, False), ("23", 4, True), ("23", 5, False), ("23", 6, True), ("3", 4, True), ("123", 6, False)],
+)
+def test_ranks_that_are_no_pipeline_of_any_mesh(ranks: str, processes: int, divided: bool, tmp_path: Path) -> None:
+    """By their order they are a whole pipeline; three of four ranks are none, since no mesh has one rank over."""
+    paths = write_profiles(tmp_path, megatron_problem(4, 1, 8), megatron_orders(4, 1, 8))
+    chosen = selected(paths, ranks, lambda data: data["distributedInfo"].update(world_size=processes))
+    if divided:
+        assert "some are missing" in load_profiles(chosen).source
+        return
+    with pytest.raises(InputError, match=f"is of a job of {processes} ranks, .* Maybe a rank is missing") as caught:
+        load_profiles(chosen)
+    assert caught.value.source == str(chosen[0])
+
+
+def with_messages(data: dict[str, Any], rank: int, group: str) -> None:
+    """The messages of a rank of four, as torch 2.5 and later write them beside the kernels of NCCL."""
+    for peer in {rank - 1, rank + 1} & {*range(4)}:
+        for name, field in (("send", "Dst Rank"), ("recv", "Src Rank")):
+            more = {"Collective name": name, "Process Group Description": group, field: peer}
+            event = {"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "ts": 1.0, "dur": 1.0}
+            data["traceEvents"].append(event | {"args": more})
+
+
+@pytest.mark.parametrize("stated", [True, False], ids=["ranked", "anonymous"])
+@pytest.mark.parametrize("ranks", ["23", "13", "3", "123", "0123"])
+def test_messages_name_the_ranks_that_are_missing(ranks: str, stated: bool, tmp_path: Path) -> None:
+    """Those of another group, such as a ring of the context, say nothing of the pipeline."""
+    paths = write_profiles(tmp_path, megatron_problem(4, 1, 8), megatron_orders(4, 1, 8))
+    for rank, path in enumerate(paths):
+        data = json.loads(gzip.decompress(path.read_bytes()))
+        with_messages(data, rank, "PIPELINE_MODEL_PARALLEL_GROUP")
+        data["traceEvents"][-1]["args"] |= {"Dst Rank": 77, "Process Group Description": "CONTEXT_PARALLEL_GROUP"}
+        data["distributedInfo"]["world_size"] = 12  # pipelines of 1, 2, 3 and 4 ranks divide it
+        if not stated:
+            del data["distributedInfo"]
+        path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    chosen = [paths[int(rank)] for rank in ranks]
+    if ranks == "0123":
+        assert load_profiles(chosen).step == 1
+        return
+    with pytest.raises(InputError, match="has messages to or from rank") as caught:
+        load_profiles(chosen)
+    missing = {"23": "1", "13": "0, 2", "3": "2", "123": "0"}[ranks]
+    fix = f"Maybe add the profile of rank {missing}." if stated else "Maybe one is missing."
+    assert str(caught.value).endswith(fix)
 
 
 def test_gpipe_in_another_order(gpipe: list[Path]) -> None:

@@ -132,10 +132,10 @@ def test_factors_are_1_at_the_reference() -> None:
     costs, sizes = SizeCosts({"forward": (3, 2, 1)}), [Sizes(4, 1), Sizes(8, 1)]
     forward, *others = costs.factors(sizes, Sizes(4, 1)).tolist()
     assert forward == [1, (3 + 16 + 64) / (3 + 8 + 16)]
-    assert others == [[1, 2]] * 5
+    assert others == [[1, 2]] * 6
 
 
 def test_typical_microbatches_are_quantiles() -> None:
-    factors = np.array([[5.0, 1, 3, 2, 4, 6]] * 6)
+    factors = np.array([[5.0, 1, 3, 2, 4, 6]] * 7)
     assert typical(factors, 3)[0].tolist() == [2, 4, 6]
     assert typical(factors[:, :2], 4)[-1].tolist() == [1, 1, 5, 5]

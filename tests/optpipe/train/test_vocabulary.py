@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,18 @@ import pytest
 from instances.schedules import one_f_one_b
 from optpipe.errors import OptPipeError, TrainingError
 from optpipe.problem import Problem
-from optpipe.train import CheckpointConfig, ModelConfig, OutputConfig, TrainingConfig, train
+from optpipe.runtime.vocabulary import VocabularyShard
+from optpipe.train import ModelConfig, OutputConfig, TrainingConfig, train
 from solver.build import build_schedule
 from solver.serial import serial_orders
 from tests.optpipe.compile.vocabulary import vocabulary_schedule
 from tests.optpipe.test_spread import vocabulary
 from tests.optpipe.train.cases import assert_plain_step
-from tests.optpipe.train.sliced_worker import config_of
-from tests.optpipe.train.test_slices_torchrun import run
+from tests.optpipe.train.vocabulary_worker import config_of as worker_config
 from tests.ranks import RunRanks
+from tests.sample import some
 
+WORKER = Path(__file__).parent / "vocabulary_worker.py"
 STAGES = "tests.optpipe.train.vocabulary_stages"
 
 
@@ -27,13 +30,17 @@ def config(name: str, *, p: int = 3, barriers: int = 1, **settings: Any) -> Trai
     return TrainingConfig(vocabulary_schedule(p, 4, barriers), ModelConfig(f"{STAGES}:{name}"), check=True, **settings)
 
 
-@pytest.mark.parametrize(("p", "barriers", "dtype"), [(2, 1, "float64"), (4, 2, "float64"), (3, 1, "float32")])
-def test_the_gpt_trains_as_undivided(p: int, barriers: int, dtype: Any) -> None:
-    model = ModelConfig("tiny", layers=p, dtype=dtype)
-    divided = train(TrainingConfig(vocabulary_schedule(p, 4, barriers), model, steps=3, check=True))
+@pytest.mark.parametrize(
+    ("p", "barriers", "dtype", "tied"),
+    some([(2, 1, "float64", False), (4, 2, "float64", True), (3, 1, "float32", True), (2, 2, "float32", False)]),
+)
+def test_the_gpt_trains_as_undivided(p: int, barriers: int, dtype: Any, tied: bool) -> None:
+    model = ModelConfig("tiny", layers=p, dtype=dtype, tied=tied)
+    divided = train(TrainingConfig(vocabulary_schedule(p, 4, barriers), model, steps=3, check=True, evaluate=2))
+    whole = train(TrainingConfig(one_f_one_b(p, 4), model, steps=3, evaluate=2))
     assert_plain_step(divided.check, dtype)
-    whole = train(TrainingConfig(one_f_one_b(p, 4), model, steps=3))
-    assert divided.losses == pytest.approx(whole.losses, rel=1e-12 if dtype == "float64" else 1e-5)
+    for one, other in ((divided.losses, whole.losses), (divided.evaluation_loss, whole.evaluation_loss)):
+        assert one == pytest.approx(other, rel=1e-12 if dtype == "float64" else 1e-5)
     assert divided.parameters == whole.parameters
 
 
@@ -47,32 +54,55 @@ def test_the_last_stage_on_the_first_device_with_b_and_w_apart(barriers: int, ca
     assert orders is not None
     schedule = build_schedule(problem, orders, 0.0, "serial", 0.0)
     assert {op.key.kind for device in schedule.devices for op in device.compute} == {"F", "B", "W", "S", "T"}
-    assert_plain_step(train(config_of(schedule)).check)
+    model = ModelConfig("tiny", layers=4, dtype="float64", tied=barriers == 2)
+    assert_plain_step(train(TrainingConfig(schedule, model, steps=3, check=True)).check)
     assert "stays in B" not in caplog.text
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
-@pytest.mark.parametrize("name", ["ignored", "one_shard"])
+@pytest.mark.parametrize("name", ["ignored", "one_shard", "tied", "tied_in_one_shard"])
 def test_own_stages_whose_vocabulary_does_not_divide(name: str, barriers: int) -> None:
     check = train(config(name, barriers=barriers, steps=1)).check
     assert check is not None
     assert not check.failures
-    assert max(check.max_gradient_error, check.loss_error) <= 1e-12
+    assert max(check.max_gradient_error, check.loss_error) <= 1e-14
 
 
 @pytest.mark.torchrun
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p", some([2, 4]))
 def test_ranks_do_what_one_process_does(run_ranks: RunRanks, tmp_path: Path, p: int) -> None:
-    schedules = {f"{barriers} barriers": vocabulary_schedule(p, 4, barriers) for barriers in (1, 2)}
-    for name, found in run(run_ranks, tmp_path, schedules, p).items():
-        assert found["processes"] == p
-        assert_plain_step(found["check"])
-        assert found["losses"] == pytest.approx(train(config_of(schedules[name])).losses, rel=1e-12)
+    """With updates that do not wait, of which some are undone; and they resume bit for bit."""
+    run_ranks(WORKER, p, str(tmp_path))
+    for name, found in json.loads((tmp_path / "found.json").read_text()).items():
+        whole, resumed, alone = found["whole"], found["resumed"], train(worker_config(name, p))
+        assert whole["processes"] == p
+        assert True in whole["rolled_back"]
+        assert False in whole["rolled_back"]
+        assert_plain_step(whole["check"])
+        assert whole["losses"] == pytest.approx(alone.losses, rel=1e-12)
+        assert whole["evaluation_loss"] == pytest.approx(alone.evaluation_loss, rel=1e-12)
+        assert resumed["first_step"] == 2
+        assert resumed["losses"] == whole["losses"][2:]
+        assert resumed["evaluation_loss"] == whole["evaluation_loss"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_check_finds_rows_whose_gradient_is_wrong(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one device, by a millionth."""
+    own = VocabularyShard._weights
+
+    def wrong(shard: VocabularyShard, part: Any) -> Any:
+        return own(shard, part) * (1 + 1e-6 * (shard._first > 0))
+
+    monkeypatch.setattr(VocabularyShard, "_weights", wrong)
+    check = train(config("tied" if tied else "ignored", steps=1)).check
+    assert check is not None
+    [failure] = check.failures
+    assert "differs from the plain step's by" in failure
+    assert check.max_gradient_error == pytest.approx(1e-6, rel=0.9)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "evaluate": ({"evaluate": 1}, r"evaluate is 1, but the schedule has the passes .* Maybe evaluate with"),
-    "checkpoints": ({"checkpoints": CheckpointConfig(Path("never"))}, r"checkpoints.folder is never"),
     "trace": ({"output": OutputConfig(trace=Path("never"))}, r"output.trace is never"),
 }
 
@@ -89,9 +119,9 @@ def test_settings_that_do_not_go_with_it_are_refused(setting: str) -> None:
     [
         (ModelConfig(f"{STAGES}:biased"), r"stages\[2\].1.logits of .* has a bias"),
         (ModelConfig(f"{STAGES}:no_layer"), "0 modules in the last stage of .* have vocabulary_layer"),
-        (ModelConfig(f"{STAGES}:tied"), r"shares its weight with stages\[0\]"),
+        (ModelConfig(f"{STAGES}:tied_twice"), r"stages\[2\].1.logits of .* has its weight in 3 places, but outside"),
+        (ModelConfig(f"{STAGES}:not_linear"), r"stages\[2\].1.logits of .* is Sequential, but must be nn.Linear"),
         (ModelConfig(f"{STAGES}:own_loss"), "the loss is mean_loss, but that of a vocabulary layer .* cross entropy"),
-        (ModelConfig("tiny", tied=True), "model.tied is True"),
         (ModelConfig("tiny", autocast="bfloat16"), "model.autocast is bfloat16"),
     ],
 )

@@ -43,6 +43,11 @@ def _built(head: nn.Module, target: Tensor, *, shift: bool = False) -> Built:
     return [stage.double() for stage in stages], inputs, target, LabelLoss(shift=shift)
 
 
+def _tied(built: Built) -> Built:
+    built[0][-1][1].logits.weight = built[0][0][0].weight  # type: ignore[index,union-attr]
+    return built
+
+
 def ignored() -> Built:
     target = torch.arange(SEQUENCES * TOKENS).reshape(SEQUENCES, TOKENS) % VOCABULARY
     return _built(Head(), target.where(target % 3 != 0, IGNORED), shift=True)
@@ -50,6 +55,14 @@ def ignored() -> Built:
 
 def one_shard() -> Built:
     return _built(Head(), torch.full((SEQUENCES, TOKENS), VOCABULARY - 1))
+
+
+def tied() -> Built:
+    return _tied(ignored())
+
+
+def tied_in_one_shard() -> Built:
+    return _tied(one_shard())
 
 
 def biased() -> Built:
@@ -60,11 +73,28 @@ def no_layer() -> Built:
     return _built(nn.Linear(WIDTH, VOCABULARY), torch.zeros(SEQUENCES, TOKENS, dtype=torch.long))
 
 
-def tied() -> Built:
+def not_linear() -> Built:
     head = Head()
-    built = _built(head, torch.zeros(SEQUENCES, TOKENS, dtype=torch.long))
-    head.logits.weight = built[0][0][0].weight  # type: ignore[index,union-attr]
-    return built
+    head.logits = nn.Sequential(head.logits)  # type: ignore[assignment]
+    return _built(head, torch.zeros(SEQUENCES, TOKENS, dtype=torch.long))
+
+
+class Embedded(nn.Module):
+    """Adds the embedding of the first token to what it gets."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded: Tensor = x + self.embedding.weight[0]
+        return embedded
+
+
+def tied_twice() -> Built:
+    stages, *others = tied()
+    stages[1].append(Embedded(stages[0][0]))  # type: ignore[operator,index,arg-type]
+    return stages, *others
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ def test_of_many_devices_those_around_the_largest_bound_are_solved(monkeypatch: 
     assert max(some) == max(every)
 
 
-@pytest.mark.parametrize("first", some(range(0, 300, 100)))
+@pytest.mark.parametrize("first", some(range(0, 300, 30)))
 def test_no_random_schedule_is_below_it(first: int) -> None:
-    for seed in range(first, first + 100):
+    for seed in range(first, first + 30):
         problem, orders = random_recomputing(Random(seed))
         budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
         for objective in ("makespan", "device_span"):
@@ -138,10 +138,10 @@ def test_it_sees_both_windows_of_a_measured_profile() -> None:
     assert 1 - max(problem.work_us) / lower_bound_us(problem) > 0.155
 
 
-@pytest.mark.parametrize("first", some(range(0, 30, 10)))
+@pytest.mark.parametrize("first", some(range(0, 30, 3)))
 def test_no_optimum_is_below_it(first: int) -> None:
     """CP-SAT is not told the bounds; what it finds, mostly an optimum, is never below."""
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 3):
         problem = random_pipeline(Random(seed))
         orders = serial_orders(problem)
         assert orders is not None

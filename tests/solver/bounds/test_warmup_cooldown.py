@@ -194,7 +194,9 @@ def test_last_two_backwards_are_never_above_an_optimum(monkeypatch: pytest.Monke
     bounds_us = [max(warmup_cooldown_bounds_us(problem)) for problem in pipelines]
     with monkeypatch.context() as patch:
         patch.setattr(Windows, "_last_two_backwards_us", 0.0)
-        without_us = [max(warmup_cooldown_bounds_us(problem)) for problem in pipelines]
+        # Others of the same numbers: what was found is kept with a problem.
+        again = [random_pipeline(Random(seed)) for seed in range(300)]
+        without_us = [max(warmup_cooldown_bounds_us(problem)) for problem in again]
     above = [k for k in range(len(pipelines)) if bounds_us[k] > without_us[k]]
     assert len(above) >= 10
     no_cuts = Options(work=False, heads=False, weight_order=False, precedences=False, memory_order=False, climb=False)

@@ -103,9 +103,9 @@ def test_what_modes_leave_takes_room() -> None:
     assert (Op("B", 0, 0), Op("F", 0, 2)) not in inside
 
 
-@pytest.mark.parametrize("first", some(range(0, 200, 100)))
+@pytest.mark.parametrize("first", some(range(0, 200, 20)))
 def test_random_schedules_with_modes_keep_them(first: int) -> None:
-    for seed in range(first, first + 100):
+    for seed in range(first, first + 20):
         problem, orders = random_recomputing(Random(seed))
         budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
         simulation = simulate(problem, orders)

@@ -18,6 +18,8 @@ from solver.limits import Limits
 from solver.process import ChildResult
 from tests.layer_profiles import profile, tight_profile
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 def test_the_name_of_a_problem_ends_with_its_cut() -> None:
     """Training reads it there; a name that would be too long stays what it is."""

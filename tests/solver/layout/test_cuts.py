@@ -17,7 +17,7 @@ from optpipe.placement import parse_placement, placement
 from optpipe.problem import Problem
 from solver.layout import cuts
 from solver.layout.cut_bounds import CutBounds
-from solver.layout.cuts import FoundCuts, Sizes, best_cuts, even_sizes
+from solver.layout.cuts import FoundCuts, Sizes, best_cuts, even_cut, even_sizes
 from solver.layout.quick_rating import QuickRating
 from solver.limits import Cancel, Limits
 from tests.layer_profiles import profile
@@ -30,8 +30,8 @@ def build(given: LayerProfile, places: tuple[int, ...], microbatches: int, sizes
     return build_problem(given, Partition(sizes, places), Batching(given.microbatch_size, microbatches))
 
 
-def found(given: LayerProfile, places: tuple[int, ...], microbatches: int) -> FoundCuts:
-    bounds = CutBounds(given, places, 1.0, microbatches)
+def found(given: LayerProfile, places: tuple[int, ...], microbatches: int, alone: bool | None = None) -> FoundCuts:
+    bounds = CutBounds(given, places, 1.0, microbatches, alone=alone)
     return best_cuts(bounds, partial(build, given, places, microbatches), Limits(inf))
 
 
@@ -104,6 +104,21 @@ def test_parameters_and_activations_fit() -> None:
 
 def test_too_few_layers() -> None:
     assert found(profile(3), LINEAR, 4) == FoundCuts({}, inf)
+    assert found(profile(4), LINEAR, 4, alone=False) == FoundCuts({}, inf), "each stage has one, the last as well"
+    assert list(found(profile(4), LINEAR, 4, alone=True).rated) == [(1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("head", "alone", "sizes"),
+    [(5, None, (5, 5, 5, 1)), (5, True, (5, 5, 5, 1)), (2, True, (5, 5, 5, 1)), (1, None, (4, 4, 4, 4))],
+)
+def test_a_long_last_layer_has_a_stage_of_its_own(head: int, alone: bool | None, sizes: Sizes) -> None:
+    """15 layers and a head on four devices: a head of five layers is as long as each other stage."""
+    rated = found(profile(16, head=head), LINEAR, 16, alone).rated
+    assert next(iter(rated)) == sizes
+    assert even_cut(CutBounds(profile(16), LINEAR, 1.0, 16, alone=alone))[-1] == (1 if alone else 4)
+    if alone is None:
+        assert all(cut[-1] > 1 for cut in found(profile(16, head=head), LINEAR, 16, alone=False).rated)
 
 
 def test_a_cancelled_search_rates_nothing() -> None:
@@ -144,7 +159,11 @@ def drawn(seed: int) -> tuple[LayerProfile, tuple[int, ...], int]:
         parameters, held = (sum(one[name] for one in each) for name in ("parameter_bytes", "activation_bytes"))
         room = rng.uniform(1.5, devices + 1)
         data["memory_bytes"] = int((1.15 * parameters + room * held) / devices) + 300
-    return LayerProfile.from_data(data), placement(kind, devices, chunks), devices * rng.randint(1, 4)
+    microbatches = devices * rng.randint(1, 4)
+    if seed % 5 == 4:  # a head whose rows lie on all devices
+        times = {name: rng.randint(100, 600) for name in ("logits_us", "weights_us", "reduce_us", "broadcast_us")}
+        data["spread"] = times | {"devices": devices, "kept_bytes": rng.randint(0, 40), "parameter_bytes": 50}
+    return LayerProfile.from_data(data), placement(kind, devices, chunks), microbatches
 
 
 @pytest.mark.parametrize("seed", some(range(100)))
@@ -152,13 +171,14 @@ def test_no_cut_is_better_by_a_hundredth(seed: int) -> None:
     """Brute force: every cut rated as the search rates its best ones; no value is below a bound."""
     given, places, microbatches = drawn(seed)
     count, stages = len(given.each_layer), len(places)
-    bounds = CutBounds(given, places, 1.0, microbatches)
+    alone = (None, None, True, False)[seed % 4]
+    bounds = CutBounds(given, places, 1.0, microbatches, alone=alone)
     least_us, least_bound_us = inf, inf
     for inner in combinations(range(1, count), stages - 1):
         cut = (0, *inner, count)
         problem = build(given, places, microbatches, tuple(b - a for a, b in pairwise(cut)))
         bound_us = float(bounds.of(np.array([cut])).max())
-        if problem is None:
+        if problem is None or (alone is not None and (cut[-1] - cut[-2] == 1) != alone):
             assert bound_us == inf
             continue
         one = QuickRating.of(problem, Cancel())
@@ -169,7 +189,7 @@ def test_no_cut_is_better_by_a_hundredth(seed: int) -> None:
     tables = bounds.least()
     if tables is not None:
         assert tables[0] <= least_bound_us * (1 + 1e-9)
-    best = found(given, places, microbatches)
+    best = found(given, places, microbatches, alone)
     value_us = min((one.value_us for one in best.rated.values()), default=inf)
     assert bounds.floor_us() * (1 - 1e-9) <= best.least_us <= least_us * (1 + 1e-9)
     assert value_us <= least_us * 1.01

@@ -34,7 +34,7 @@ def test_a_cancelled_plan_keeps_what_it_has() -> None:
 def test_a_plan_that_takes_too_much_memory_is_ended() -> None:
     result = planned(Limits(60), memory_bytes=2**25)
     assert (result.plan, result.limit) == (None, "memory")
-    assert "before the planner held 33,554,432 bytes" in str(result.error)
+    assert "before the planner held 32.0 MiB" in str(result.error)
 
 
 def test_a_plan_without_time_says_so() -> None:
@@ -52,5 +52,5 @@ def test_strategies_with_long_schedules_are_rated_alone() -> None:
 
 def test_what_was_refused_in_the_child_is_raised_here() -> None:
     request = PlanRequest.from_data(JOB | {"fixed": {"tp": 7}})
-    with pytest.raises(InputError, match="has no legal strategy on 16 GPUs"):
+    with pytest.raises(InputError, match="tp is 7 but must divide the 32 heads and the 16 GPUs"):
         plan_in_child(request, Limits(20), None, lambda _: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -14,6 +15,7 @@ from optpipe.cluster.software import MEGATRON, software_of
 from optpipe.cluster.strategy import Strategy
 from solver.layout.fitting import Job, cheapest_change
 from solver.layout.strategies import Rated, Rater, families, rate_all, variants
+from tests.heavy_head import heavy_job
 from tests.sample import some
 
 JOBS = {
@@ -73,6 +75,19 @@ def test_what_is_lost_adds_up(name: str) -> None:
         assert useful_s == pytest.approx(rater.useful_s(rating.strategy), rel=1e-6)
 
 
+def test_messages_that_a_searched_schedule_hides_are_not_lost() -> None:
+    one, _ = job("llama-3.1-8b")
+    rater = Rater(one, {})
+    published = next(
+        rating for rating in rated("llama-3.1-8b") if rating.end == "solved" and rater.lost_s(rating)["pipeline"] > 0
+    )
+    before = rater.lost_s(published)
+    searched = replace(published, seconds=published.seconds - before["bubble"] - before["pipeline"] / 2)
+    lost = rater.lost_s(searched)
+    assert (lost["bubble"], lost["pipeline"]) == (pytest.approx(0), pytest.approx(before["pipeline"] / 2))
+    assert searched.seconds - sum(lost.values()) == pytest.approx(rater.useful_s(searched.strategy), rel=1e-6)
+
+
 def test_a_schedule_has_as_many_stages_as_it_takes() -> None:
     one, gpus = job("llama-3.1-8b")
     fixed: Mapping[str, Collection[object]] = {"schedule": ["1f1b", "zb-v"], "pp": [4]}
@@ -119,15 +134,34 @@ def test_the_cheapest_change_fits() -> None:
 
 
 def test_an_output_layer_that_no_cut_evens_out() -> None:
-    """A cut of 42 layers on 16 devices evens out 2.8 of them; on all devices each has a sixteenth of both ends."""
+    """A cut of 42 layers on 16 devices evens out 2.8 of them; on all devices each has a sixteenth of its rows."""
     gemma = Job(load_model("gemma-2-9b"), named_machines()["h100"], 4096, 256, MEGATRON)
     rater, one = Rater(gemma, {}), Strategy(data=2, pipeline=16, schedule="1f1b")
-    layer = rater.vocabulary(one)
+    layer = rater.output_layer(one)
     assert layer is not None
     # 256,000 products with a token, and in a layer three by 14,336 and in attention some 16,000: 4.3 times as many.
     assert 3 < layer.layers < 5
     assert layer.most_layers == 42 / 15
-    assert layer.spread_s < layer.last_s
+    assert layer.rated["spread"].seconds < layer.rated["own"].seconds < layer.rated["last"].seconds
     devices = gemma.costs(replace(one, vocabulary="spread")).devices().sum(1) @ gemma.slowdowns(one)
-    assert devices.max() / devices.min() < 1.5, "three or two layers, and a sixteenth of both ends"
-    assert rater.vocabulary(replace(one, pipeline=1, data=32)) is None
+    assert devices.max() / devices.min() < 1.5, "three or two layers, and a sixteenth of the rows"
+    assert rater.output_layer(replace(one, pipeline=1, data=32)) is None
+
+
+def test_no_trainer_is_asked_for_passes_that_it_does_not_run() -> None:
+    """By default the output layer is in the last stage, alone where it is long. Passes have to be asked for."""
+    one, fixed = heavy_job(), {"pp": [1, 4, 8], "tp": [1], "cp": [1], "microbatch_size": [1]}
+
+    def places(job: Job, **more: Collection[object]) -> set[tuple[str, str]]:
+        found = [rating.strategy for group in rate_all(job, 8, fixed | more) for rating in group]
+        assert all(strategy.vocabulary == "last" for strategy in found if strategy.pipeline == 1)
+        return {(strategy.vocabulary, strategy.schedule) for strategy in found}
+
+    orders = ("1f1b", "interleaved-1f1b")
+    by_default = {*product(["last", "own"], orders)}
+    assert places(one) == by_default
+    assert places(one, vocabulary=["last", "own", "spread"]) == by_default | {("spread", "vocab-2")}
+    assert places(one, schedule=["vocab-2"]) == {("spread", "vocab-2")}
+    assert places(one, vocabulary=["own"]) == {*product(["own"], orders)}
+    assert places(heavy_job(4096), vpp=[1]) == {("last", "1f1b")}, "alone it would be a short stage"
+    assert places(heavy_job(4096), vocabulary=["last", "own"]) == by_default

@@ -140,10 +140,10 @@ def test_the_parent_makes_schedules_of_stages_without_a_backward() -> None:
 def test_the_search_of_a_large_problem_ends_earlier_where_its_answer_takes_longer_to_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that takes 1.5 s to verify on a core of its own takes 3 s on half a core."""
+    """One that takes 0.75 s to verify on a core of its own takes 1.5 s on half a core."""
     hard = uniform(6, 18, budget=4, offload={"bytes": 2, "offload_us": 11, "reload_us": 11})
-    limits = Limits(6.0, workers=1)
-    monkeypatch.setattr(parent, "VERIFY_S_PER_OP", 1.5 / count_ops(hard))
+    limits = Limits(3.0, workers=1)
+    monkeypatch.setattr(parent, "VERIFY_S_PER_OP", 0.75 / count_ops(hard))
     monkeypatch.setattr(Child, "kept_waiting_s", property(lambda _: limits.seconds / 2))
     said: list[object] = []
     say = Child.say

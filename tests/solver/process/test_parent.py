@@ -95,7 +95,7 @@ def test_an_unexpected_exception_is_what_the_error_ends_with() -> None:
 
 
 def test_heartbeats_while_a_solver_keeps_the_process_to_itself() -> None:
-    run = heard("hang", Limits(6, workers=1))
+    run = heard("hang", Limits(3, workers=1))
     beats = [at for at, event in run.events if isinstance(event, Heartbeat)]
     assert all(after - before < 1 + run.waited_s for before, after in pairwise([0.0, *beats, run.ended_s]))
 

@@ -32,9 +32,9 @@ def least_budgets(problem: Problem) -> list[int]:
     return needed
 
 
-@pytest.mark.parametrize("first", some(range(0, 60, 30)))
+@pytest.mark.parametrize("first", some(range(0, 60, 6)))
 def test_any_placement_within_the_least_memory_and_a_little_more(first: int) -> None:
-    for seed in range(first, first + 30):
+    for seed in range(first, first + 6):
         rng = Random(seed)
         problem = random_pipeline(rng)
         budgets = [size + rng.choice([0, 0, 1, size // 2]) for size in least_budgets(problem)]

@@ -43,10 +43,10 @@ def test_no_regression(recorded: dict[str, Any] | None, bound_us: float, toleran
 @pytest.mark.parametrize(
     ("recorded", "bound_us", "tolerance", "finding"),
     [
-        ({"value_us": 103}, 100, 0.0, "value_us is 104, 0.97% above the recorded 103 (tolerance 0.00%)."),
-        ({"value_us": 100, "bound_us": 90}, 100, 0.01, "value_us is 104, 4.00% above the recorded 100"),
-        ({"bound_us": 102}, 100, 0.0, "bound_us is 100, below the recorded 102"),
-        ({"bound_us": 104}, 103.9, 0.5, "a proof is lost: 104 was proved optimal in 2.00 s."),
+        ({"value_us": 103}, 100, 0.0, "the value is 104.0 µs, 0.97 % above the recorded 103.0 µs (tolerance 0.00 %)."),
+        ({"value_us": 100, "bound_us": 90}, 100, 0.01, "the value is 104.0 µs, 4.00 % above the recorded 100.0 µs"),
+        ({"bound_us": 102}, 100, 0.0, "the bound is 100.0 µs, 1.96 % below the recorded 102.0 µs"),
+        ({"bound_us": 104}, 103.9, 0.5, "a proof is lost: 104.0 µs was proved optimal in 2.00 s."),
     ],
 )
 def test_regressions(recorded: dict[str, Any], bound_us: float, tolerance: float, finding: str) -> None:

@@ -149,9 +149,9 @@ def test_an_activation_is_made_before_its_gradient_comes_only_where_that_is_allo
     assert ahead[WITH_GRADIENT] == 0 < ahead[ON_ITS_WAY]
 
 
-@pytest.mark.parametrize("first", some(range(0, 20, 10)))
+@pytest.mark.parametrize("first", some(range(0, 20, 2)))
 def test_the_search_keeps_every_rule_and_budget(first: int) -> None:
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 2):
         problem = random_pipeline(Random(seed))
         if all(stage.split_backward for stage in problem.stages):
             schedule_found(in_flight_search, problem, 10.0)

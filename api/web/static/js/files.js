@@ -3,7 +3,7 @@
 import { announce } from "./announce.js";
 import { ApiError, recognize } from "./api.js";
 import { part } from "./elements.js";
-import { keep } from "./kept.js";
+import { compareHash, keep } from "./kept.js";
 
 /** @typedef {import("./types.js").Recognized} Recognized */
 /** @typedef {(text: string, name: string, found: Recognized) => void} Taker */
@@ -152,8 +152,9 @@ function openSchedules(_text, _name, { schedules, notes }) {
 function compare(schedules, notes) {
   keep({ schedules, notes });
   const [path, query] = location.hash.split("?");
-  const ids = path === "#/compare" ? new URLSearchParams(query).get("ids") : null;
-  go(`#/compare?${ids ? `ids=${ids}&` : ""}file`);
+  const shown = new URLSearchParams(path === "#/compare" ? query : "");
+  const ids = (shown.get("ids") ?? "").split(",").filter(Boolean);
+  go(compareHash(ids, true, shown.has("published")));
 }
 
 /** @param {string} hash to show, anew where it is shown already */

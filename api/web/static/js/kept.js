@@ -10,6 +10,17 @@
  * @property {string[]} notes on the file that they are of
  */
 
+/**
+ * @param {string[]} ids of jobs
+ * @param {boolean} file whether the schedules of the file that was opened last stand next to them
+ * @param {boolean} published whether the published schedules of their problem do
+ * @returns {string} address of a comparison
+ */
+export function compareHash(ids, file, published) {
+  const shown = [ids.length ? `ids=${ids.join(",")}` : "", file ? "file" : "", published ? "published" : ""];
+  return `#/compare?${shown.filter(Boolean).join("&")}`;
+}
+
 const STORED = "optpipe.compare";
 
 /** @type {Kept | null} */

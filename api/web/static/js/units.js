@@ -45,7 +45,7 @@ export function timeText(timeUs, unit) {
 }
 
 /**
- * Idle times of a device before, within and after its ops, with two decimals at most: ``idle 20 + 4 + 0 ms``.
+ * Idle times of a device before, within and after its ops, with two decimals at most: ``20 + 4 + 0 ms``.
  *
  * @param {number[]} idleUs
  * @param {Unit} unit
@@ -54,7 +54,7 @@ export function idleText(idleUs, unit) {
   const times = idleUs.map((us) => us / unit.size);
   const decimals = (/** @type {number} */ time) => (time >= 100 ? 0 : time >= 10 ? 1 : 2);
   const texts = times.map((time) => time.toLocaleString("en-US", { maximumFractionDigits: decimals(time) }));
-  return `idle ${texts.join(" + ")}${NO_BREAK_SPACE}${unit.name}`;
+  return `${texts.join(" + ")}${NO_BREAK_SPACE}${unit.name}`;
 }
 
 /**
@@ -116,5 +116,6 @@ function fitting(units, amount) {
 function rounded(value, digits) {
   const whole = value ? Math.floor(Math.log10(Math.abs(value))) + 1 : digits;
   const decimals = Math.max(0, digits - Math.max(1, whole));
+  if (!Number(value.toFixed(decimals))) return "0";
   return value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
 }

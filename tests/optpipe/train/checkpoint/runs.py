@@ -88,3 +88,13 @@ def run(
             [outcome] = model.step(model.task.batch(step))
             found.losses[step] = outcome.loss
     return found
+
+
+def check_resumed_losses(folder: Path, **settings: Any) -> None:
+    """Assert that a run that ends in step 5, and is resumed from step 4, has the losses of an uninterrupted one."""
+    whole = run(config_of(None, **settings)).losses
+    before = run(config_of(folder, **settings), until=5).losses
+    after = run(config_of(folder, **settings, resume="must")).losses
+    assert list(after) == [4, 5]
+    assert before | after == whole
+    assert after[4] == before[4]

@@ -41,8 +41,10 @@ class FaultyDisk(Disk):
     def write_text(self, path: Path, text: str) -> SavedFile:
         return self._written(path, lambda: super(FaultyDisk, self).write_text(path, text))
 
-    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
-        return self._written(path, lambda: super(FaultyDisk, self).write_tensors(path, tensors))
+    def write_tensors(
+        self, path: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] | None = None
+    ) -> SavedFile:
+        return self._written(path, lambda: super(FaultyDisk, self).write_tensors(path, tensors, first_rows))
 
     def publish(self, partial: Path, final: Path) -> None:
         self._change(lambda: super(FaultyDisk, self).publish(partial, final))
@@ -167,9 +169,11 @@ class SlowDisk(Disk):
     def __init__(self) -> None:
         self.goes_on = threading.Event()
 
-    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
+    def write_tensors(
+        self, path: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] | None = None
+    ) -> SavedFile:
         assert self.goes_on.wait(60)
-        return super().write_tensors(path, tensors)
+        return super().write_tensors(path, tensors, first_rows)
 
 
 def test_training_goes_on_while_a_copy_of_the_state_is_written(tmp_path: Path) -> None:

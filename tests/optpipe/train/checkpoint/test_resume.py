@@ -28,7 +28,7 @@ from optpipe.train.model import Model
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.optpipe.train import shared_stages
 from tests.optpipe.train.checkpoint import normed_stages
-from tests.optpipe.train.checkpoint.runs import NORMED, STEPS, config_of, run
+from tests.optpipe.train.checkpoint.runs import NORMED, STEPS, check_resumed_losses, config_of, run
 from tests.sample import examples, some
 
 
@@ -59,12 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", some(list(CASES)))
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
     """Ended before step 5 as by a kill: the last checkpoint is that of step 4, which is done again."""
-    whole = run(config_of(None, **CASES[name])).losses
-    before = run(config_of(tmp_path, **CASES[name]), until=5).losses
-    after = run(config_of(tmp_path, **CASES[name], resume="must")).losses
-    assert list(after) == [4, 5]
-    assert before | after == whole
-    assert after[4] == before[4]
+    check_resumed_losses(tmp_path, **CASES[name])
 
 
 def test_other_schedules_of_the_same_stages_go_on_from_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

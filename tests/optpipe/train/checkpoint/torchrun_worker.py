@@ -79,10 +79,10 @@ def full_disk(config: TrainingConfig) -> dict[str, Any]:
     """A run in which rank 1 cannot write its stage of the checkpoint of step 4, and those that are there after it."""
     write = Disk.write_tensors
 
-    def full(disk: Disk, path: Path, tensors: Any) -> Any:
+    def full(disk: Disk, path: Path, *contents: Any) -> Any:
         if RANK == 1 and path.parent.name.endswith("4"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write(disk, path, tensors)
+        return write(disk, path, *contents)
 
     Disk.write_tensors = full  # type: ignore[method-assign]
     found = summary(train(replace(config, steps=5)))
@@ -99,10 +99,10 @@ def one_slow(config: TrainingConfig) -> dict[str, Any]:
     goes_on = threading.Event()
     there: list[list[str]] = []
 
-    def slow(disk: Disk, path: Path, tensors: Any) -> Any:
+    def slow(disk: Disk, path: Path, *contents: Any) -> Any:
         if RANK == 1 and path.parent.name.endswith("2"):
             assert goes_on.wait(60)
-        return write(disk, path, tensors)
+        return write(disk, path, *contents)
 
     def before(stage: Stage, microbatch: int, *arguments: Any, **options: Any) -> Any:
         if microbatch == 0 and stage.random is not None and stage.random.step == 4:

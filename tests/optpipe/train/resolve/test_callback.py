@@ -356,7 +356,10 @@ def test_times_are_fitted_to_the_sizes_of_the_microbatches_in_each_place() -> No
     parts = {name: np.array(own) / sum(own) for name, own in costs.times.items()}
     of_total = np.array([150, 3, 1]) / 154
     expected = {"forward": [0, 1, 0], "backward_input": np.array([100, 0, 1]) / 101, "backward_weight": [1, 0, 0]}
-    assert parts == {name: pytest.approx(own, abs=1e-6) for name, own in (expected | {"recompute": of_total}).items()}
+    assert parts == {
+        name: pytest.approx(own, abs=1e-6)
+        for name, own in (expected | {"recompute": of_total, "time": of_total}).items()
+    }
     assert size_costs(_timings([LENGTHS[0][:1]]), [LENGTHS[0][:1]], lambda value: [value]) is None
 
 

@@ -15,7 +15,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
-from solver.bounds.device import Paths
+from solver.bounds.unit_costs import UnitCosts
 from solver.exact.cp_sat import model as module
 from solver.exact.cp_sat.model import Options, build_model, configured_solver, solve_cp_sat, solve_unless_cancelled
 from solver.exact.cp_sat.variables import Variables
@@ -49,7 +49,7 @@ def test_proves_known_optima(name: str) -> None:
 def test_round_trips_of_a_thousand_stages() -> None:
     problem = uniform(1200, 1, budget=4)
     round_trips = Variables(problem, TimeGrid.of(problem, 1e6), 10**6).round_trips
-    turnaround_us = Paths.of(problem).turnaround_us
+    turnaround_us = UnitCosts.of(problem).turnaround_us
     expected = [stage.forward_us + turnaround_us(s, s) for s, stage in enumerate(problem.stages)]
     assert round_trips == [[trip] * problem.units for trip in expected]
 

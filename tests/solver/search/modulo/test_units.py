@@ -105,9 +105,9 @@ def test_a_free_order_is_sorted_into_a_cycle() -> None:
     assert sorted(lengths[:3]) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("first", some(range(0, 40, 10)))
+@pytest.mark.parametrize("first", some(range(0, 40, 4)))
 def test_it_keeps_every_rule_and_budget(first: int) -> None:
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 4):
         data = random_unequal(Random(seed))
         for stage in data["stages"]:
             stage.pop("modes", None)

@@ -421,7 +421,7 @@ export class GanttChart {
     if (!scene) return;
     const width = this.surface.clientWidth;
     scene.layout = buildLayout(scene.model, width, this.memory.checked, this.#scaleInUse());
-    fillLegend(part(this.figure, "legend", HTMLElement), scene.model, this.memory.checked);
+    fillLegend(part(this.figure, "legend", HTMLElement), scene.model, this.memory.checked, scene.layout.labels === "wide");
     this.space.style.height = `${scene.layout.height + SCALE_PX}px`;
     scene.width = this.surface.clientWidth;
     scene.height = this.surface.clientHeight;

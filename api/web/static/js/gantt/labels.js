@@ -56,7 +56,7 @@ function drawFigures(context, { layout, theme, model, width }, row, size) {
   context.textAlign = "left";
   context.font = `${size}px ${FONT}`;
   const unit = timeUnit(model.endUs - model.beginUs);
-  if (idleUs) context.fillText(idleText(idleUs, unit), left, middleY(row.lanes[0]), width - left);
+  if (idleUs) context.fillText(`idle ${idleText(idleUs, unit)}`, left, middleY(row.lanes[0]), width - left);
   if (!row.memory || row.memory.height < LOWEST_STRIP_PX) return;
   if (budgetBytes !== null && plan.peak_bytes > budgetBytes) context.fillStyle = theme.plain.budget;
   const sizeUnit = memoryUnit(model.topBytes);

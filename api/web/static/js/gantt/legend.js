@@ -10,13 +10,14 @@ const MOST_SHADES = 6;
  * @param {HTMLElement} legend
  * @param {import("./model.js").Model} model
  * @param {boolean} withMemory
+ * @param {boolean} withFigures true where idle times stand beside the rows
  */
-export function fillLegend(legend, model, withMemory) {
+export function fillLegend(legend, model, withMemory, withFigures) {
   const passes = [...model.kinds].filter((kind) => !KIND[kind]).sort();
   const kinds = [...KINDS.filter((kind) => model.kinds.has(kind)), ...passes];
   const entries = kinds.map((kind) => entry(`${kind} ${KIND[lookOf(kind)].label}`, `op-${lookOf(kind).toLowerCase()}`));
   if (model.mostStages > 1) entries.push(shades(legend, model.mostStages));
-  entries.push(entry("idle", "idle"));
+  entries.push(entry(withFigures ? "idle before + within + after" : "idle", "idle"));
   if (withMemory) entries.push(entry("memory", "memory"));
   const limited = model.devices.some((device) => device.budgetBytes !== null);
   if (withMemory && limited) entries.push(entry("budget", "budget"));

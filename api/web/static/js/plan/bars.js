@@ -13,7 +13,7 @@ import { bytesText, percentText, timeText } from "../units.js";
 const TIMES = {
   model: { label: "model's operations", of: [] },
   memory: { label: "norms, copies, launches", of: ["memory", "launch"] },
-  recomputation: { label: "recomputation", of: ["recomputation"] },
+  recomputation: { label: "recomputation, offload", of: ["recomputation", "offload"] },
   tensor: { label: "tensor parallel", of: ["tensor"] },
   expert: { label: "expert parallel", of: ["expert"] },
   context: { label: "context parallel", of: ["context"] },

@@ -10,7 +10,7 @@ import { fillStack, fillTimeLegend, timeParts } from "./bars.js";
 const FIRST_ROWS = 12;
 const MORE_ROWS = 36;
 const DEGREES = ["tp", "cp", "ep", "etp", "dp", "pp", "vpp"];
-const CHOICES = [...DEGREES, "microbatch_size", "sharding", "recompute", "precision", "overlap"];
+const CHOICES = [...DEGREES, "microbatch_size", "sharding", "recompute", "precision", "overlap", "offload", "vocabulary"];
 /** What tells strategies apart, as the server reads it. */
 const VALUES = [...CHOICES, "schedule"];
 const ENDS = { solved: "", beaten: "beaten: ", does_not_fit: "does not fit: " };
@@ -22,13 +22,18 @@ export function strategyName(strategy) {
   if (strategy.recompute !== "none") parts.push(String(strategy.recompute));
   if (strategy.sharding === "fsdp") parts.push("fsdp");
   if (strategy.overlap === "yes") parts.push("overlap");
+  if (strategy.offload === "yes") parts.push("offload");
+  if (strategy.vocabulary && strategy.vocabulary !== "last") parts.push(`${strategy.vocabulary} head`);
   if (strategy.precision !== "bf16") parts.push(String(strategy.precision));
   return parts.join(" ") || "one GPU";
 }
 
 /** @param {Strategy} strategy */
 export function strategyKey(strategy) {
-  return VALUES.map((name) => `${name}=${strategy[name]}`).join(",");
+  // Plans of earlier versions lack some.
+  return VALUES.filter((name) => name in strategy)
+    .map((name) => `${name}=${strategy[name]}`)
+    .join(",");
 }
 
 /**

@@ -8,7 +8,7 @@ import { fileButton } from "../files.js";
 import { GanttChart } from "../gantt/chart.js";
 import { TimeWindow } from "../gantt/time_window.js";
 import { OBJECTIVES, jobName } from "../jobs.js";
-import { keptNow } from "../kept.js";
+import { compareHash, keptNow } from "../kept.js";
 import { Progress } from "../progress.js";
 import { untilAnswered } from "../retry.js";
 import { bubbleRate, durationUs, fromZero, highestPeakBytes, workKey } from "../schedule.js";
@@ -126,7 +126,7 @@ class Comparison {
     const ids = compared.flatMap(({ id }) => id ?? []);
     link.hidden = !onlyProblem(compared);
     link.textContent = published ? "Leave out published schedules" : "Add published schedules";
-    link.href = `#/compare?ids=${ids.join(",")}${file ? "&file" : ""}${published ? "" : "&published"}`;
+    link.href = compareHash(ids, file, !published);
   }
 
   /**
@@ -271,9 +271,11 @@ function comparedRow({ name, note, id, schedule }, bestUs, all) {
   }
   if (id) {
     const others = all.flatMap((other) => (other.id && other.id !== id ? [other.id] : []));
-    const published = others.length && all.some((other) => !other.id) ? "&published" : "";
+    const shown = new URLSearchParams(location.hash.split("?")[1]);
+    const file = shown.has("file");
+    const published = shown.has("published") && (others.length > 0 || file);
     const leave = element("a", "×", "button quiet");
-    leave.href = `#/compare?ids=${others.join(",")}${published}`;
+    leave.href = compareHash(others, file, published);
     leave.setAttribute("aria-label", `leave out ${name}`);
     const cell = element("td");
     cell.append(leave);

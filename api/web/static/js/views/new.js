@@ -140,10 +140,19 @@ class NewProblem {
         option.title = about;
         this.preset.append(option);
       }
-      if (isEmpty && !this.editor.value && !this.preset.value) await this.#loadPreset(FIRST_PRESET);
+      if (!isEmpty || !this.#isUntouched) return;
+      const loaded = await this.#read(() => getPreset(FIRST_PRESET));
+      if (!loaded || !this.#isUntouched) return;
+      this.#showPreset(FIRST_PRESET);
+      this.#load(loaded);
     } catch (error) {
       this.#tell(error);
     }
+  }
+
+  /** Nothing is chosen, and nobody is about to type or paste: the text would end up within that of a preset. */
+  get #isUntouched() {
+    return !this.editor.value && !this.preset.value && this.editor !== document.activeElement;
   }
 
   /** @param {string} name */
@@ -302,7 +311,7 @@ class NewProblem {
   /** @param {Fault[]} faults */
   #show(faults) {
     showFaults(this.fields, faults, (field, fault) => this.#faultElement(field, fault));
-    if (faults.length) this.status.textContent = `${countText(faults.length, "thing")} to mend.`;
+    if (faults.length) this.status.textContent = `${countText(faults.length, "error")}.`;
   }
 
   /**
