@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 import torch
@@ -144,24 +145,27 @@ class GlooCollectives:
     def broadcast(self, device: int, source: int, tensor: Tensor | None, spec: MessageSpec) -> TreeReceipt:
         """Broadcast a copy, into a tensor of its own on each other device."""
         room = spec.empty(CPU) if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.broadcast(room, group_src=source, group=self._broadcasts, async_op=True)
+        lent = _Lent(room)
+        work = dist.broadcast(lent.alias(), group_src=source, group=self._broadcasts, async_op=True)
         if device == source:
             self._keep(work, room)
             return _Exchanged([], lambda _came: tensor)
-        return _Pending(work, room)
+        return _Pending(work, room, [lent])
 
     def all_gather(self, device: int, tensor: Tensor) -> TreeReceipt:  # noqa: ARG002
         """Gather into tensors of their own."""
         rooms = [torch.empty_like(tensor) for _ in range(self._gathers.size())]
-        work = dist.all_gather(rooms, tensor, group=self._gathers, async_op=True)
-        return _Exchanged([_Pending(work, tensor)], lambda _came: rooms)
+        lent, own = [_Lent(room) for room in rooms], _Lent(tensor)
+        work = dist.all_gather([one.alias() for one in lent], own.alias(), group=self._gathers, async_op=True)
+        return _Pending(work, rooms, [*lent, own])
 
     def reduce(self, device: int, target: int, tensor: Tensor) -> TreeReceipt | None:
         """Add up in the target's tensor; others keep a copy until it has left."""
         own = tensor if device == target else tensor.clone()
-        work = dist.reduce(own, group_dst=target, group=self._sums, async_op=True)
+        lent = _Lent(own)
+        work = dist.reduce(lent.alias(), group_dst=target, group=self._sums, async_op=True)
         if device == target:
-            return _Pending(work, own)
+            return _Pending(work, own, [lent])
         self._keep(work, own)
         return None
 
@@ -181,16 +185,54 @@ class GlooCollectives:
         self._leaving.append((work, tensor))
 
 
-class _Pending:
-    """A tensor that is complete when a work has ended."""
+class _Lent:
+    """A tensor whose memory is lent to gloo by an alias, so that uses of the memory tell when gloo has let go of it.
 
-    def __init__(self, work: dist.Work, tensor: Tensor) -> None:
-        self._work, self._tensor = work, tensor
+    The Python object of an alias ends a moment before its use of the memory, so a weak reference to it does not tell.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._uses = tensor, _uses(tensor)
+
+    def alias(self) -> Tensor:
+        """Another tensor of the same memory."""
+        return self._tensor.detach()
+
+    def is_back(self) -> bool:
+        """True where the memory has no more uses than before it was lent."""
+        return _uses(self._tensor) <= self._uses
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors, and other objects, refer to the memory of a tensor."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses
+
+
+LET_GO_S = 1.0
+"""Longest wait until gloo's thread lets go of a tensor: it takes microseconds, milliseconds where cores are busy."""
+
+
+class _Pending:
+    """What is complete when a work has ended, of memory that was lent to it.
+
+    A work has ended a moment before gloo's thread lets go of what it was given. Until then the memory would be neither
+    the caller's nor free, and peaks would depend on that thread.
+    """
+
+    def __init__(self, work: dist.Work, result: Any, lent: Sequence[_Lent]) -> None:
+        self._work: dist.Work | None = work
+        self._result, self._lent = result, lent
 
     def ready(self) -> bool:
         """Always true: `wait` blocks."""
         return True
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Any:
+        """Wait for the result, and until it is the caller's alone."""
+        assert self._work is not None, "waited for once"
         self._work.wait()
-        return self._tensor
+        self._work, until = None, monotonic() + LET_GO_S
+        while not all(one.is_back() for one in self._lent) and monotonic() < until:
+            sleep(0)
+        return self._result
