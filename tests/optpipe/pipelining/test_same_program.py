@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from instances import uniform
 from instances.schedules import OFFLOAD, one_f_one_b
 from optpipe.export.torch_csv import torch_csv
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
+from solver.build import build_schedule
+from solver.published.dualpipe_v import dualpipe_v
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.ranks import RunRanks
 from tests.recomputing import EXECUTABLE, random_executable
@@ -47,6 +50,13 @@ def planned(placement: list[int], microbatches: int, seed: int) -> Schedule:
     return schedule
 
 
+def with_blocks(microbatches: int) -> Schedule:
+    """DualPipeV on two devices."""
+    pairs = [{"forward_stage": s, "backward_stage": 3 - s, "us": 25} for s in range(4)]
+    problem = uniform(2, microbatches, v_shape=True, transfer_us=0, overlaps=pairs)
+    return build_schedule(problem, dualpipe_v(problem), 0.0, "dualpipe-v", 0.0)
+
+
 CASES: dict[int, list[tuple[list[int], int, str, str, bool]]] = {
     2: [
         ([0, 1], 4, "1f1b", "float64", True),
@@ -56,6 +66,7 @@ CASES: dict[int, list[tuple[list[int], int, str, str, bool]]] = {
         ([0, 1, 1, 0], 4, "zbv", "float64", True),
         ([0, 1, 1, 0], 4, "zbv", "float32", False),
         ([1, 0, 0], 3, "csv", "float64", True),
+        ([0, 1, 1, 0], 6, "blocks", "float64", True),
     ],
     4: [
         ([0, 1, 2, 3], 6, "1f1b", "float64", True),
@@ -71,8 +82,11 @@ def test_gradients_losses_and_outputs_are_those_of_torchs_classes(
     cases: list[dict[str, Any]] = []
     kinds: set[str] = set()
     for k, (placement, microbatches, torch_class, dtype, scale) in enumerate(CASES[ranks]):
-        if torch_class == "csv":
-            schedule = planned(placement, microbatches, seed=k)
+        if torch_class in ("csv", "blocks"):
+            schedule = planned(placement, microbatches, seed=k) if torch_class == "csv" else with_blocks(microbatches)
+            assert [stage.device for stage in schedule.problem.stages] == placement
+            assert bool(schedule.orders.blocks) == (torch_class == "blocks")
+            torch_class = "csv"
             (tmp_path / f"{k}.csv").write_text(torch_csv(schedule, drop_offload=True))
         else:
             schedule = random_executable(placement, microbatches, seed=k, modes=EXECUTABLE)
