@@ -15,6 +15,7 @@ from typing import NamedTuple
 from benchmarks import (
     ablation,
     blocks,
+    cut_regret,
     executor,
     first_solve,
     fleet,
@@ -56,7 +57,7 @@ PAGES = (
     Page(
         "training",
         "Training steps and plans",
-        (executor, predicted_steps, published_plans, updates, long_sequences, lengths, vocabulary),
+        (executor, predicted_steps, published_plans, cut_regret, updates, long_sequences, lengths, vocabulary),
     ),
     Page("service", "The service under load", (service_load, fleet)),
 )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import accumulate
 from math import inf
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from instances.drawn_models import drawn_model, every_cut
 from optpipe.layers import LayerProfile
 from optpipe.partition import Batching, Partition, build_problem
-from optpipe.placement import parse_placement, placement
+from optpipe.placement import placement
 from optpipe.problem import Problem
 from solver.layout import cuts
 from solver.layout.cut_bounds import CutBounds
@@ -128,57 +128,17 @@ def test_a_cancelled_search_rates_nothing() -> None:
     assert not best_cuts(bounds, partial(build, given, LINEAR, 4), limits).rated
 
 
-def drawn(seed: int) -> tuple[LayerProfile, tuple[int, ...], int]:
-    """A model as they are measured: uneven layers, a light or large embedding, a heavy head, and often tight memory."""
-    rng = Random(seed)
-    kind, chunks = parse_placement(rng.choice(["linear", "linear", "linear", "v", "interleaved-2"]))
-    devices = rng.randint(3, 5) if kind == "linear" else rng.randint(2, 3)
-    count, uneven = rng.randint(chunks * devices + 1, 11), rng.random() < 0.6
-    each: list[dict[str, Any]] = []
-    for _ in range(count - 2):
-        time = rng.randint(500, 2000) if uneven else 1000
-        sizes = {"activation_bytes": rng.randint(80, 120), "backward_weight_bytes": rng.randint(30, 70)}
-        times = {"forward_us": time, "backward_input_us": round(1.1 * time), "backward_weight_us": round(0.9 * time)}
-        each.append(times | sizes | {"parameter_bytes": rng.randint(800, 1200), "output_bytes": 20})
-        if seed % 4 == 3:  # layers of experts, which hide their exchanges in blocks
-            moved = time * rng.uniform(0.05, 0.25)
-            parts = {
-                "forward_us": [0.4 * time, moved, 0.1 * time, moved],
-                "backward_us": [time, moved, time / 2, moved],
-            }
-            each[-1]["parts"] = parts
-    zero = {"forward_us": rng.randint(0, 100), "backward_input_us": 0, "backward_weight_us": rng.randint(0, 100)}
-    more = {"activation_bytes": 5, "backward_weight_bytes": 2, "parameter_bytes": rng.randint(500, 3000)}
-    each.insert(0, zero | more | {"output_bytes": 20})
-    head = dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), rng.randint(500, 3000))
-    more = {"activation_bytes": rng.randint(50, 300), "backward_weight_bytes": 50}
-    each.append(head | more | {"parameter_bytes": rng.randint(500, 3000)})
-    data: dict[str, Any] = {"format": "optpipe.layers/1", "layers": each}
-    data["link"] = {"latency_us": rng.choice([0, 50, 200]), "bytes_per_us": rng.choice([None, 1])}
-    if rng.random() < 0.6:
-        parameters, held = (sum(one[name] for one in each) for name in ("parameter_bytes", "activation_bytes"))
-        room = rng.uniform(1.5, devices + 1)
-        data["memory_bytes"] = int((1.15 * parameters + room * held) / devices) + 300
-    microbatches = devices * rng.randint(1, 4)
-    if seed % 5 == 4:  # a head whose rows lie on all devices
-        times = {name: rng.randint(100, 600) for name in ("logits_us", "weights_us", "reduce_us", "broadcast_us")}
-        data["spread"] = times | {"devices": devices, "kept_bytes": rng.randint(0, 40), "parameter_bytes": 50}
-    return LayerProfile.from_data(data), placement(kind, devices, chunks), microbatches
-
-
 @pytest.mark.parametrize("seed", some(range(100)))
 def test_no_cut_is_better_by_a_hundredth(seed: int) -> None:
     """Brute force: every cut rated as the search rates its best ones; no value is below a bound."""
-    given, places, microbatches = drawn(seed)
-    count, stages = len(given.each_layer), len(places)
+    given, places, microbatches = drawn_model(seed)
     alone = (None, None, True, False)[seed % 4]
     bounds = CutBounds(given, places, 1.0, microbatches, alone=alone)
     least_us, least_bound_us = inf, inf
-    for inner in combinations(range(1, count), stages - 1):
-        cut = (0, *inner, count)
-        problem = build(given, places, microbatches, tuple(b - a for a, b in pairwise(cut)))
-        bound_us = float(bounds.of(np.array([cut])).max())
-        if problem is None or (alone is not None and (cut[-1] - cut[-2] == 1) != alone):
+    for sizes in every_cut(len(given.each_layer), len(places)):
+        problem = build(given, places, microbatches, sizes)
+        bound_us = float(bounds.of(np.array([(0, *accumulate(sizes))])).max())
+        if problem is None or (alone is not None and (sizes[-1] == 1) != alone):
             assert bound_us == inf
             continue
         one = QuickRating.of(problem, Cancel())

@@ -9,6 +9,7 @@ from importlib import import_module
 
 import pytest
 
+from instances.drawn_models import drawn_model
 from optpipe.layers import LayerProfile
 from optpipe.ops import Orders
 from optpipe.placement import name_of_placement, parse_placement, placement
@@ -22,7 +23,6 @@ from solver.limits import Limits
 from solver.process import ChildResult
 from solver.solve import solve
 from tests.layer_profiles import BLOCK, profile, tight_profile
-from tests.solver.layout.test_cuts import drawn
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -253,7 +253,7 @@ def test_annealing_comes_before_any_solve(seed: int, least_us: float, monkeypatc
     """
     ranking = import_module("solver.layout.ranking")
     monkeypatch.setattr(ranking, "ROUNDS", ())
-    given, places, microbatches = drawn(seed)
+    given, places, microbatches = drawn_model(seed)
     search = Search(max(places) + 1, microbatches, (1,), (name_of_placement(places),))
     best = rank(candidates(given, search), Limits(1e6))[0]
     assert best.schedule is not None
@@ -265,7 +265,7 @@ def test_annealing_comes_before_any_solve(seed: int, least_us: float, monkeypatc
 def test_small_problems_are_annealed_however_busy_the_machine_is(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time for ratings is over, that for all else is not."""
     ranking = import_module("solver.layout.ranking")
-    given, places, microbatches = drawn(95)
+    given, places, microbatches = drawn_model(95)
     search = Search(max(places) + 1, microbatches, (1,), (name_of_placement(places),))
     rated = [ranking._rate(one, Limits(1e6)) for one in candidates(given, search)]
     monkeypatch.setattr(ranking, "late", lambda _limits, share: share < ranking.LAST_SHARE)
