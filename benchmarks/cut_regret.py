@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -17,6 +18,7 @@ from pathlib import Path
 from benchmarks.markdown import conditions, table
 from benchmarks.section import Section, Size, main, say
 from instances.drawn_models import drawn_model, every_cut
+from optpipe.errors import InfeasibleError, NoSolutionError
 from optpipe.layers import LayerProfile
 from optpipe.partition import Batching, Partition, build_problem
 from optpipe.placement import name_of_placement
@@ -86,9 +88,10 @@ def least_us(model: DrawnModel) -> float:
         solved: list[tuple[float, Problem]] = []
         for _, problem in sorted(cuts, key=lambda cut: cut[0]):
             if lower_bound_us(problem) < best_us:
-                schedule = solve(problem, "auto", Limits(inf, workers=1, deterministic_limit=work))
-                solved.append((schedule.value_us, problem))
-                best_us = min(best_us, schedule.value_us)
+                with suppress(InfeasibleError, NoSolutionError):
+                    schedule = solve(problem, "auto", Limits(inf, workers=1, deterministic_limit=work))
+                    solved.append((schedule.value_us, problem))
+                    best_us = min(best_us, schedule.value_us)
         cuts = [(value_us, problem) for value_us, problem in solved if value_us <= CLOSE * best_us]
     return best_us
 

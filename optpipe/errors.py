@@ -39,7 +39,13 @@ def shown(value: Any) -> str:
 
 
 class OptPipeError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose.
+
+    They pass between processes with all their fields, though their constructors take other arguments than a text.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Exception.__new__, (type(self), *self.args), self.__dict__
 
 
 @dataclass(frozen=True, init=False)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 
 import pytest
 
 from optpipe import cli
-from optpipe.errors import MOST_NAMES, DeadlockError, MissingExtraError, cycle_text, needs_extra
+from optpipe.errors import (
+    MOST_NAMES,
+    DeadlockError,
+    InfeasibleError,
+    InputError,
+    Issue,
+    MissingExtraError,
+    NoSolutionError,
+    OptPipeError,
+    ServiceError,
+    cycle_text,
+    needs_extra,
+)
+from solver.process import SolverDiedError
 
 
 @pytest.mark.parametrize(("names", "text"), [(["F0.0"], "F0.0 -> F0.0"), (["B0.0", "W0.0"], "B0.0 -> W0.0 -> B0.0")])
@@ -20,6 +34,24 @@ def test_a_long_cycle_is_cut_in_the_message_alone() -> None:
     error = DeadlockError(names, 1000)
     assert len(error.cycle) == 1000
     assert f"F0.{MOST_NAMES - 1} -> ... -> F0.0. Maybe" in str(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InputError([Issue(("stages", 3), "out_of_range", "is 0.")], "a.json"),
+        DeadlockError(["F0.0", "B0.0"], 2),
+        InfeasibleError("No schedule fits.", [None, 7]),
+        ServiceError("The service is busy.", status=503, passing=True, retry_after_s=2.0),
+        NoSolutionError("Nothing was found."),
+        SolverDiedError("was killed", None),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_pass_between_processes(error: OptPipeError) -> None:
+    """A pool of processes ends with the first one that does not."""
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
 
 
 def test_a_missing_package_is_named_with_its_extra() -> None:
