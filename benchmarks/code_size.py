@@ -1,6 +1,7 @@
 """Sizes of the code: lines, short files, functions used once, files that name kinds. `python -m benchmarks.code_size`.
 
-With folders of other packages as arguments, the same figures of those, to compare with.
+With folders of other packages as arguments, the same figures of those, to compare with. With ``--since REVISION``, the
+lines of each room of the packages then and now.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -116,6 +118,32 @@ def _count_code(text: str, tree: ast.AST) -> int:
     return sum(bool(line) and not line.startswith("#") and number not in docstrings for number, line in lines)
 
 
+def room_lines(revision: str) -> Counter[str]:
+    """Lines of Python below each folder of the packages in a commit; those beside the folders are the package's own."""
+    lines: Counter[str] = Counter()
+    names = _git("ls-tree", "-r", "--name-only", revision, *PACKAGES).splitlines()
+    for name in names:
+        if name.endswith(".py"):
+            folders = Path(name).parts[:-1]
+            lines["/".join(folders[:2])] += len(_git("show", f"{revision}:{name}").splitlines())
+    return lines
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _rooms(since: str) -> Table:
+    """Lines of each room then and now, what grew most first."""
+    then, now = room_lines(since), room_lines("HEAD")
+    growth = {room: now[room] - then[room] for room in {*then, *now}}
+    table = Table("", since, "now", "more", title="lines by room")
+    for room in sorted(growth, key=lambda room: (-growth[room], room)):
+        table.add_row(room, f"{then[room]:,}", f"{now[room]:,}", f"{growth[room]:+,}")
+    table.add_row("all", f"{then.total():,}", f"{now.total():,}", f"{now.total() - then.total():+,}")
+    return table
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -123,7 +151,12 @@ def main() -> None:
     parser.add_argument(
         "--list", action="store_true", help="name functions that are used once, and how, and files with kinds"
     )
+    parser.add_argument("--since", metavar="REVISION", help="compare the lines of each room with those of a commit")
     options = parser.parse_args()
+    console = Console(width=120)
+    if options.since:
+        console.print(_rooms(options.since))
+        return
     each = [[folder] for folder in options.folders or map(Path, PACKAGES)]
     groups = each if len(each) == 1 else [*each, [folder for [folder] in each]]
     columns = (
@@ -146,7 +179,6 @@ def main() -> None:
             f"{size.short_files} ({short:.1%})", f"{size.functions:,}", f"{len(size.used_once)} ({once:.1%})",
             f"{len(size.kind_files)}",
         )  # fmt: skip
-    console = Console(width=120)
     console.print(table)
     kinds = Counter(one.how for one in size.used_once)
     console.print("used once: " + ", ".join(f"{count} {how}" for how, count in kinds.most_common()))
