@@ -21,7 +21,8 @@ def command(
 ) -> int:
     """List the language models that are known by name, or the layers of one, with their parameters.
 
-    Counts are those of published weights, to the unit, without layers of multi-token prediction.
+    Counts are those of published weights, without layers of multi-token prediction: in billions in the list, to the
+    unit for one model and with --json.
     """
     from optpipe.cluster.model import load_model, named_models
 
@@ -32,8 +33,9 @@ def command(
     if model is None:
         rows = table("model", "type", "parameters", "a token meets", "layers", "hidden", "vocabulary")
         for one in found:
-            counts = one.parameters, one.active_parameters, len(one.layers), one.hidden, one.vocabulary
-            rows.add_row(one.name, one.model_type, *(f"{count:,}" for count in counts))
+            parameters = (f"{count / 1e9:,.2f} B" for count in (one.parameters, one.active_parameters))
+            sizes = (f"{size:,}" for size in (len(one.layers), one.hidden, one.vocabulary))
+            rows.add_row(one.name, one.model_type, *parameters, *sizes)
         stdout().print(rows)
         return 0
     _print(found[0])

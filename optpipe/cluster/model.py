@@ -221,8 +221,17 @@ def named_models() -> Mapping[str, Mapping[str, Any]]:
     return models
 
 
+def _name_on_hub(model: str) -> str | None:
+    """Name of a listed model by its name on the Hugging Face hub, with or without its owner, in any case."""
+    for name, config in named_models().items():
+        hub_name = config["source"].partition(",")[0].lower()
+        if model.lower() in (name, hub_name, hub_name.rpartition("/")[2]):
+            return name
+    return None
+
+
 def load_model(model: str) -> Model:
-    """Read a model by its name, its `config.json` or the folder that holds one.
+    """Read a model by its name here or on the Hugging Face hub, its `config.json` or the folder that holds one.
 
     Raises InputError for a name that is none and no path, and where the configuration cannot be read.
     """
@@ -232,11 +241,12 @@ def load_model(model: str) -> Model:
     if path.is_dir():
         path /= "config.json"
     if not path.exists():
+        if (name := _name_on_hub(model)) is not None:
+            return load_model(name)
         close = get_close_matches(model.lower(), named_models(), 1, 0.4)
         detail = f"is {shown(model)}, which is no known model and no config.json. Maybe "
-        raise InputError(
-            [Issue("MODEL", "unknown_model", detail + (f"{close[0]!r}." if close else "see `optpipe models`."))]
-        )
+        detail += f"{close[0]!r}, or a folder with the model's config.json." if close else "see `optpipe models`."
+        raise InputError([Issue("MODEL", "unknown_model", detail)])
     config = parse_json(read_bounded(path, MAX_FILE_BYTES), str(path))
     refuse_kind(kind_of_data(config), [TRANSFORMERS_CONFIG], str(path))
     return read_model(config, source=str(path))

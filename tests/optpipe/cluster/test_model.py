@@ -25,9 +25,12 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
     "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "deepseek-v2-lite": 15_706_484_224,
@@ -221,13 +224,23 @@ def test_a_field_is_named_as_the_family_calls_it() -> None:
         read_model({"model_type": "gpt2"} | GPT2 | {"n_embd": -1})
 
 
+def test_a_name_may_be_that_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Qwen/Qwen3-32B", "Qwen3-32B", "qwen/qwen3-32b"):
+        assert load_model(name) == load_model("qwen3-32b")
+    assert load_model("mistralai/Mistral-7B-v0.1").name == "mistral-7b"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen3-32B").mkdir()
+    (tmp_path / "Qwen3-32B" / "config.json").write_text(json.dumps(GROUPED | {"model_type": "llama"}))
+    assert load_model("Qwen3-32B").hidden == 48  # a folder of that name comes first
+
+
 def test_a_path_is_a_file_or_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GROUPED | {"model_type": "llama"}))
     for path in (tmp_path, tmp_path / "config.json"):
         assert load_model(str(path)).hidden == 48
     (tmp_path / "problem.json").write_text(json.dumps({"format": "optpipe.problem/1"}))
     for wrong, message in (
-        ("llama-3.1-7b", r"is 'llama-3.1-7b', which is no known model and no config.json. Maybe 'llama-3.1-70b'"),
+        ("llama-3.1-7b", r"is 'llama-3.1-7b', which is no known model and no config.json. Maybe 'llama-3.1-70b', or a"),
         ("?", "Maybe see `optpipe models`"),
         (str(tmp_path / "problem.json"), "is a problem but the config.json of a transformers model is needed"),
         (str(tmp_path / "no.json"), "no known model"),
