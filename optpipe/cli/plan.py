@@ -283,14 +283,24 @@ def command(
             "--slices": slices,
             "--lengths": lengths,
             "--memory": memory,
-            "--memory-margin": memory_margin,
         }
         _refuse(of_layers, "with --gpus: the model's layers are costed by formula. Maybe leave it out.")
         fixed |= {"offload": None if offload is Tried.BOTH else offload.value, "vocabulary": vocabulary}
         if global_batch is None:
             raise InputError([Issue("--global-batch", "missing", "is missing. Maybe --global-batch 512.")])
         question = Question(
-            layers, gpus, machine, sequence, global_batch, software, fixed, expert_imbalance, objective, why, plot
+            layers,
+            gpus,
+            machine,
+            sequence,
+            global_batch,
+            software,
+            fixed,
+            expert_imbalance,
+            memory_margin or 0.0,
+            objective,
+            why,
+            plot,
         )
         return plan_model(question, time_limit, workers, output, as_json)
     of_cluster: dict[str, object] = {f"--{name.replace('_', '-')}": value for name, value in fixed.items()}

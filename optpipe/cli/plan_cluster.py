@@ -22,7 +22,7 @@ from optpipe.cli.console import (
 from optpipe.cli.plan_why import print_losses
 from optpipe.errors import InputError, Issue, shown
 from optpipe.files import check_writable, make_folder, write_atomically
-from optpipe.units import bytes_text, change_text, share_text, time_text, times_text
+from optpipe.units import budget_text, bytes_text, change_text, share_text, time_text, times_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 SHOWN, FIRST = 12, 5
 """Most strategies in the table at the end, and in the first one."""
+TIGHT_SHARE = 0.05
+"""Share of a GPU's memory; where less is left, the plan names the option that leaves more."""
 MOST_RATED = 50
 """Most beaten strategies that are rated to say what one of them loses."""
 
@@ -49,6 +51,7 @@ class Question:
     software: str
     fixed: Mapping[str, str | None]
     expert_imbalance: float | None
+    memory_margin: float
     objective: str | None
     why: str | None
     plot: Path | None
@@ -79,7 +82,7 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
             check_writable(output / name)
     job = Job(
         load_model(question.model),
-        Machine.load(question.machine),
+        Machine.load(question.machine).with_margin(question.memory_margin),
         question.sequence,
         question.global_batch,
         software_of(question.software),
@@ -123,7 +126,7 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     elif wanted is not None:
         _print_why(plan, wanted)
     else:
-        _print(plan, output)
+        _print(plan, output, question.memory_margin)
     if limits.cancel.requested:
         return 130
     return 0 if plan.ratings[0].end == "solved" else 4
@@ -170,7 +173,7 @@ def _draw(document: Mapping[str, Any], path: Path) -> None:
         draw_plan(document, path)
 
 
-def _print(plan: Plan, output: Path | None) -> None:
+def _print(plan: Plan, output: Path | None, memory_margin: float) -> None:
     console = stdout()
     console.print(plan_table(plan, SHOWN))
     which = "legal strategies" if plan.complete else "strategies, before it was cancelled"
@@ -193,6 +196,7 @@ def _print(plan: Plan, output: Path | None) -> None:
         )
     else:
         console.print(f"{step}; no strategy takes less than {time_text(1e6 * bound_s)} by this cost model")
+        console.print(_memory_left(plan, memory_margin))
     if not plan.error:
         console.print(f"nothing was measured on {plan.job.machine.name}: these are guesses from other machines")
     elif plan.ties > 1 and plan.objective == "time":
@@ -205,6 +209,15 @@ def _print(plan: Plan, output: Path | None) -> None:
     if output is not None:
         files = [*map(plan.schedule_file, range(len(plan.solved))), *(["layers.json"] if plan.best_solved else [])]
         console.print(", ".join([f"wrote {output}/plan.json", *sorted(files, key=len)]))
+
+
+def _memory_left(plan: Plan, margin: float) -> str:
+    """A sentence on the memory that the strategy to take leaves."""
+    memory_bytes = plan.job.machine.facts.memory_bytes
+    text = f"its fullest rank takes {budget_text(plan.best.memory_bytes, memory_bytes)}"
+    if not margin and memory_bytes - plan.best.memory_bytes < TIGHT_SHARE * memory_bytes:
+        text += "; --memory-margin 10% leaves more"
+    return text
 
 
 def _of_vocabulary(plan: Plan) -> Iterator[str]:

@@ -164,6 +164,11 @@ class Machine(Document):
             raise InputError([Issue("--machine", "unknown_machine", detail)])
         return cls.from_data(read_toml(path, MAX_FILE_BYTES, MACHINE), str(path))
 
+    def with_margin(self, share: float) -> Machine:
+        """The machine with a share of each GPU's memory kept free."""
+        memory_bytes = int(self.facts.memory_bytes * (1 - share))
+        return self.model_copy(update={"facts": self.facts.model_copy(update={"memory_bytes": memory_bytes})})
+
     def to_toml(self) -> str:
         """The machine as TOML, which `load` reads."""
         data = self.model_dump(exclude_none=True, exclude_defaults=True)

@@ -124,7 +124,7 @@ class Panel:
     def text_left(self, y: float, text: str, **look: object) -> Text:
         """Text left of the panel, ending at its edge; `y` in inches from its top."""
         label = self._text(-GUTTER_INCHES, y, text, ha="right", va="center_baseline", **look)
-        return _shrunk(label, self.margins.left - 2 * GUTTER_INCHES)
+        return shrunk(label, self.margins.left - 2 * GUTTER_INCHES)
 
     def text_right(self, y: float, text: str, inches: float = GUTTER_INCHES, **look: object) -> Text:
         """Text right of the panel, from `inches` right of its right edge."""
@@ -133,7 +133,7 @@ class Panel:
     def text_above(self, inches: float, text: str, **look: object) -> Text:
         """Text above the panel, from the figure's left margin."""
         line = self._text(GUTTER_INCHES - self.margins.left, -inches, text, va="baseline", **look)
-        return _shrunk(line, self.margins.left + self.width + self.margins.right - 2 * GUTTER_INCHES)
+        return shrunk(line, self.margins.left + self.width + self.margins.right - 2 * GUTTER_INCHES)
 
     def _text(self, x: float, y: float, text: str, **look: object) -> Text:
         place = self.axes.get_yaxis_transform()
@@ -157,8 +157,8 @@ def width_inches(most_ops: int) -> float:
     return min(WIDEST_INCHES, max(NARROWEST_INCHES, 5.0 + 0.165 * most_ops))
 
 
-def _shrunk(text: Text, room_inches: float) -> Text:
-    """Shrink a text to a width."""
+def shrunk(text: Text, room_inches: float) -> Text:
+    """Shrink a text to a width, and return it."""
     figure = text.get_figure(root=True)
     assert figure is not None
     width_inches = text.get_window_extent().width / figure.dpi

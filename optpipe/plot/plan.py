@@ -15,7 +15,7 @@ from optpipe.errors import InputError, Issue
 from optpipe.files import write_atomically
 from optpipe.plot.figure import encode, format_of, settings, style
 from optpipe.plot.legend import Handle, draw_legend_row
-from optpipe.plot.panel import printable
+from optpipe.plot.panel import printable, shrunk
 from optpipe.plot.style import BUDGET, FAINT_INK, GRID, INK
 from optpipe.units import bytes_text, memory_unit, percent_text, time_text, time_unit
 
@@ -32,7 +32,7 @@ LEAST_INCHES = 5.2
 """Least height below the header."""
 MOST_SCHEDULED, MOST_BEATEN = 8, 4
 """Most strategies of each end that are drawn."""
-LONGEST_NAME = 34
+LONGEST_NAME, NAME_INCHES = 70, LEFT_INCHES - 0.25
 CHOICES = (
     *("tp", "cp", "ep", "etp", "dp", "pp", "vpp"),
     *("microbatch_size", "sharding", "recompute", "precision", "overlap", "vocabulary"),
@@ -200,7 +200,7 @@ def _draw_strategies(
             fontweight=weight,
             color=INK,
         )
-        axes.annotate(
+        name = axes.annotate(
             printable(entry["name"], LONGEST_NAME),
             (0, row),
             xytext=(-7, 0),
@@ -212,6 +212,7 @@ def _draw_strategies(
             color=INK,
             annotation_clip=False,
         )
+        shrunk(name, NAME_INCHES)
     axes.axvline(plan["best"]["bound_s"] * scale, color=INK, linewidth=1.0, linestyle=(0, (2, 2)))
 
 

@@ -112,6 +112,15 @@ def test_what_a_long_output_layer_costs(cli: Cli) -> None:
     assert re.search(r"dp2 pp16 own head [0-9.]+ s: \+\d+\.\d %", " ".join(run.out.split())), run.out
 
 
+def test_a_margin_of_memory_is_left(cli: Cli) -> None:
+    strategy = ("--pp", 2, "--tp", 1, "--cp", 1, "--vpp", 2, "--time-limit", 0.1)
+    job = ("llama-3.1-8b", "--gpus", 16, "--global-batch", 64, "--sequence", 8192, *strategy)
+    tight, wide = cli("plan", *job).out, cli("plan", *job, "--memory-margin", "10%").out
+    assert re.search(r"fullest rank takes 7[89]\.\d GiB of 80.0 GiB, .* left; --memory-margin 10% leaves more", tight)
+    [rest] = re.findall(r"fullest rank takes (.*) GiB of 72.0 GiB, .* left$", wide, re.MULTILINE)
+    assert float(rest) <= 72
+
+
 def test_nothing_fits(cli: Cli) -> None:
     run = cli("plan", "llama-3.1-405b", "--gpus", 8, "--machine", "h100", "--global-batch", 8, "--time-limit", 1)
     assert (run.code, "nothing fits" in run.out) == (4, True)
