@@ -245,10 +245,12 @@ def _issue(model: type[BaseModel], error: ErrorDetails, source: str) -> Issue:
         *parents, name = loc
         # An alternative of another kind may have a field of this very name.
         others = [field for field in _fields_at(model, tuple(parents)) if field != name]
-        close = get_close_matches(str(name), others, n=1)
+        same_unit = [field for field in others if field.rpartition("_")[2] == str(name).rpartition("_")[2]]
+        close = get_close_matches(str(name), same_unit, n=1) or get_close_matches(str(name), others, n=1)
         return Issue(loc, "unknown_field", "is not a field." + (f" Maybe you meant {close[0]}." if close else ""))
     if kind == "missing":
-        return Issue(loc, "missing", "is missing.")
+        known = _json_schema(model).get("properties", {}).get("format", {}).get("const") if loc == ("format",) else None
+        return Issue(loc, "missing", f"is missing. Maybe {known}." if known else "is missing.")
     message = error["msg"].removeprefix("Value error, ").rstrip(".")
     if kind.startswith("optpipe."):
         return Issue(loc, kind.removeprefix("optpipe."), message + ".")

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from optpipe.errors import shown
+from optpipe.units import bytes_of
 
 MAX_TIME_US = 10**12
 """Longest op or transfer: eleven days."""
@@ -86,6 +87,8 @@ def _whole(value: Any, low: int, high: int, what: str) -> int:
 
 
 def _size_bytes(value: Any) -> int:
+    if isinstance(value, str) and (size_bytes := bytes_of(value)) is not None:
+        raise reject("not_an_integer", f"is {shown(value)} but must be an integer (bytes). Maybe {size_bytes}")
     return _whole(value, 0, MAX_BYTES, "bytes")
 
 

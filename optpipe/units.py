@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,6 +62,20 @@ def bytes_text(size_bytes: float, unit: Unit | None = None) -> str:
     """A size with three significant digits (two decimals below one), by default in a unit of suitable size."""
     unit = unit or memory_unit(size_bytes)
     return f"{_rounded(size_bytes / unit.size, 0 if unit.size == 1 else 3)} {unit.name}"
+
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([A-Za-z]*)", re.ASCII)
+_BYTES = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
+}
+
+
+def bytes_of(text: str) -> int | None:
+    """Bytes of a size such as ``8GiB`` or ``1.5 GB``: K and KiB are 1024 bytes, KB is 1000. None for other text."""
+    match = _SIZE.fullmatch(text.strip())
+    return int(float(match[1]) * _BYTES[match[2]]) if match and match[2] in _BYTES else None
 
 
 def idle_text(idle_us: Sequence[float], unit: Unit) -> str:

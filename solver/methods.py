@@ -201,6 +201,8 @@ def method_named(name: str, field: str = "method") -> Method:
         return CUSTOM[name]
     if name not in METHODS:
         close = get_close_matches(str(name).lower(), METHODS, 1)
+        if str(name).endswith(".py"):
+            close = [f"{name}:FUNCTION, for a function of that file"]
         detail = f"is {name!r}; the methods are {', '.join(METHODS)}." + "".join(f" Maybe {one}." for one in close)
         raise InputError([Issue(field, "unknown_method", detail)])
     return METHODS[name]

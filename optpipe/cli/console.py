@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optpipe.files import check_writable
+from optpipe.units import bytes_of
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -129,14 +130,8 @@ def names_in(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
-_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
-}
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?) ?(%?)", re.ASCII)
 MOST_SHARE = 0.9
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([A-Za-z]*)", re.ASCII)
 
 
 def parse_size(text: str) -> int:
@@ -144,9 +139,7 @@ def parse_size(text: str) -> int:
 
     Raises typer.BadParameter.
     """
-    match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if size < 1:
+    if not (size := bytes_of(text)):
         raise typer.BadParameter(f"{text!r} is not a size. Maybe write it as 8GiB or 512M")
     return size
 

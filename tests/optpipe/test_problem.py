@@ -103,6 +103,15 @@ EXAMPLE = uniform(2, 2, budget=9, offload={"bytes": 1, "offload_us": 5, "reload_
         (lambda d: d.update(objective="bubble"), "objective is 'bubble'"),
         (lambda d: d.update(format="optpipe.problem/2"), "format is 'optpipe.problem/2'"),
         (lambda d: d.pop("devices"), "devices is missing."),
+        (lambda d: d.pop("format"), "format is missing. Maybe optpipe.problem/1."),
+        (
+            lambda d: d["stages"][0].update(backward_us=1),
+            "stages[0].backward_us is not a field. Maybe you meant backward_input_us.",
+        ),
+        (
+            lambda d: d["devices"][0].update(memory_bytes="40 GB"),
+            "devices[0].memory_bytes is '40 GB' but must be an integer (bytes). Maybe 40000000000.",
+        ),
         (lambda d: d.update(stages=[]), "stages is []"),
         (lambda d: d["stages"][0].update(workspace_bytes={"X": 1}), "stages[0].workspace_bytes.X is not a field."),
     ],

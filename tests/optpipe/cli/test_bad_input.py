@@ -142,6 +142,7 @@ def test_everything_wrong_is_said_at_once(cli: Cli, problem_file: Path) -> None:
     ("options", "message"),
     [
         (("--method", "zb-9"), "method is 'zb-9'; the methods are auto"),
+        (("--method", "own.py"), "Maybe own.py:FUNCTION, for a function of that file."),
         (("--method", "CPSAT"), "ada-offload. Maybe cp-sat."),
         (("--gap", "2"), "Invalid value '2' for '--gap': Input should be less than or equal to 1."),
         (("--gap", "nan"), "Invalid value 'nan' for '--gap'"),
