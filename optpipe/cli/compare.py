@@ -64,8 +64,9 @@ class Table:
 
     @property
     def bound_us(self) -> float:
-        """The best lower bound that any of the rows proved."""
-        return max((schedule.bound_us for _, schedule in self.schedules), default=0.0)
+        """The best lower bound that any of the rows proved; rounding puts it above no value."""
+        schedules = [schedule for _, schedule in self.schedules]
+        return min(max(one.bound_us for one in schedules), schedules[0].value_us) if schedules else 0.0
 
 
 def command(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from instances import INSTANCES, uniform
+from optpipe.cli.compare import Row, Table
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -296,6 +297,16 @@ def test_compare_of_files_and_a_method_of_ones_own_on_several_problems(
     assert text.count("change nothing") + text.count("cp-sat saves") == 2
     assert "--problem is needed for the costs" in cli("compare", *files, *methods).err
     assert "2 are given" in cli("compare", other, problem_file, *methods, "--plot", tmp_path / "c.svg").err
+
+
+def test_a_bound_is_above_no_value_by_rounding() -> None:
+    """Each row's bound is rounded with its own value; the greatest may exceed the least value in the last digit."""
+    problem = uniform(2, 2)
+    best = solve(problem, "cp-sat", Limits(5))
+    other = best.model_copy(update={"value_us": 2 * best.value_us, "bound_us": best.value_us * (1 + 1e-15)})
+    assert other.bound_us > best.value_us
+    table = Table(Path("p.json"), problem, [Row(str(n), one, "", 0.0) for n, one in enumerate((best, other))])
+    assert table.bound_us == best.value_us
 
 
 def test_compare_says_whether_a_search_could_pay(cli: Cli) -> None:
