@@ -116,7 +116,7 @@ def test_a_margin_of_memory_is_left(cli: Cli) -> None:
     strategy = ("--pp", 2, "--tp", 1, "--cp", 1, "--vpp", 2, "--time-limit", 0.1)
     job = ("llama-3.1-8b", "--gpus", 16, "--global-batch", 64, "--sequence", 8192, *strategy)
     tight, wide = cli("plan", *job).out, cli("plan", *job, "--memory-margin", "10%").out
-    assert re.search(r"fullest rank takes 7[89]\.\d GiB of 80.0 GiB, .* left; --memory-margin 10% leaves more", tight)
+    assert re.search(r"fullest rank takes 7\d\.\d GiB of 80.0 GiB, .* left; --memory-margin 10% leaves more", tight)
     [rest] = re.findall(r"fullest rank takes (.*) GiB of 72.0 GiB, .* left$", wide, re.MULTILINE)
     assert float(rest) <= 72
 
