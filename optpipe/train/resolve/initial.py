@@ -31,7 +31,7 @@ from optpipe.train.resolve.search import Search, Solver
 from optpipe.train.result import Events
 from optpipe.train.tasks import build_task
 from optpipe.train.tasks.base import Task
-from optpipe.units import time_text
+from optpipe.units import bytes_text, time_text
 from optpipe.worst_case_memory import worst_case_peak_bytes
 
 LOG = logging.getLogger("optpipe.train.resolve")
@@ -306,10 +306,12 @@ def _quick(problem: Problem, config: OnlineConfig, message_bytes: int, solver: S
             for need, budget in zip(solver.least_budgets_bytes(problem), budgets, strict=True)
             if budget is not None
         ]
+        least_left = bytes_text(min(budget for budget in budgets if budget is not None))
+        needed_bytes = math.ceil(max(needs) / (1 - config.memory_margin))
         raise NoSolutionError(
-            f"memory is {config.memory_bytes:,} bytes a device, which leaves {budgets} for activations: too few for "
-            f"one microbatch at a time. Maybe {math.ceil(max(needs) / (1 - config.memory_margin)):,} bytes, or more "
-            "devices, or smaller microbatches."
+            f"memory is {bytes_text(config.memory_bytes)} a device, which leaves {least_left} for activations on the "
+            f"fullest: too little for one microbatch at a time. Maybe {needed_bytes:,} bytes, or more devices, or "
+            "smaller microbatches."
         ) from error
 
 

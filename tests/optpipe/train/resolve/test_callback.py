@@ -210,7 +210,7 @@ def test_memory_that_weights_alone_exceed_is_refused() -> None:
 
 def test_memory_that_is_too_small_for_activations_is_named_with_what_would_do() -> None:
     online = replace(ONLINE, mode="first", devices=2, microbatches=4)
-    with pytest.raises(NoSolutionError, match=r"memory is 677,000 bytes a device.*Maybe [\d,]+ bytes") as refused:
+    with pytest.raises(NoSolutionError, match=r"memory is 661 KiB a device.*Maybe [\d,]+ bytes") as refused:
         train(_config(None, replace(online, memory_bytes=677_000)), None, Scripted(["zb-h1"]))
     [needed] = re.findall(r"Maybe ([\d,]+) bytes", str(refused.value))
     online = replace(online, memory_bytes=int(needed.replace(",", "")))
