@@ -1,4 +1,4 @@
-"""A stage of the model: its costs, the ways to hold an activation on it, and its costs for one unit."""
+"""A stage of the model: its costs, how it may hold an activation, and its costs for one unit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ModeName = Annotated[str, Field(min_length=1, max_length=MAX_MODE_NAME)]
 
 
 class ActivationMode(Document):
-    """One way to hold a microbatch's activation on a stage, as given; `Stage.choices` has it with its defaults.
+    """How a microbatch's activation may be held on a stage, as given; `Stage.choices` has it with its defaults.
 
     `kept_bytes` stay from F until the recomputation, which takes `recompute_us` and makes the whole activation anew.
     `segment_bytes`: the most beyond `kept_bytes` while a backward recomputes segment by segment; None: it cannot.
@@ -118,8 +118,8 @@ class Stage(Document):
     """One stage of the model on its device, with the costs of one microbatch, or of one slice of it.
 
     F takes `activation_bytes` at its start. The end of B frees `activation_bytes - backward_weight_bytes` (or takes
-    memory, if that is negative), the end of W frees the rest. `modes` are other ways to hold the activation than to
-    keep it. `split_backward`: False if the backward is always one fused op. `backward`: ``none`` if nothing in this
+    memory, if that is negative), the end of W frees the rest. `modes`: what else than keeping may be done with the
+    activation. `split_backward`: False if the backward is always one fused op. `backward`: ``none`` if nothing in this
     stage and before it is trained: it has F alone, which frees its activation at its end. `slice_factors` replaces
     those of `Problem.slices`. `slice_gradient_bytes`: gradients of one slice's keys and values, held from the start of
     the backward of its microbatch's last slice to the end of its own.

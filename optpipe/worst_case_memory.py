@@ -197,7 +197,7 @@ def unit_sizes(problem: Problem, stage: int, sort: UnitSort) -> UnitSizes:
 
 
 def mode_names(stage: Stage) -> Sequence[str]:
-    """Names of the ways to hold an activation of this stage, in the order in which they are numbered."""
+    """Names of the activation modes of this stage, in the order in which they are numbered."""
     if stage.backward == "none":
         return ("kept",)
     return ("kept", *(("offload",) if stage.offload else ()), *(mode.name for mode in stage.modes))
@@ -224,8 +224,8 @@ def memory_changes(stage: Stage, kind: str, mode: str | None = None, unit: UnitS
         return whole - kept + work, -work
     if kind == "F":
         given = own.forward_workspace_bytes if own else None
-        beside = (whole - kept if given is None else size(given)) + size(stage.workspace_bytes.F)
-        return kept + beside, -beside
+        extra = (whole - kept if given is None else size(given)) + size(stage.workspace_bytes.F)
+        return kept + extra, -extra
     if kind == "W":
         work = size(stage.workspace_bytes.W)
         return work, -work - left

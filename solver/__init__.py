@@ -1,4 +1,4 @@
-"""Finds schedules: published ones from their rules, and better ones by optimisation.
+"""Schedules of problems: published ones from their rules, and better ones by optimisation.
 
 >>> from solver import Limits, solve
 """

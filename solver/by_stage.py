@@ -182,7 +182,7 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
     Compute ops stay in order. A microbatch is kept where what it then holds more, from its F to its recomputation, fits
     at each op between; those whose recomputation comes first are taken first, which for equal sizes leaves the fewest
     recomputed (intervals on machines; Carlisle and Lloyd 1995). Devices that move copies are left as they are: what is
-    there beside an op depends on their timing. Nothing gets later, since only ops go.
+    there during an op depends on their timing. Nothing gets later, since only ops go.
     """
     if orders.modes is None:
         return orders
@@ -302,19 +302,19 @@ def _kept(
 ) -> Bools:
     """Which recomputations may go, at positions `at` with their F at `first`; `during` and `after` become what is held.
 
-    Without one, `more` bytes are held from its F on, and beside a backward that it was inside of the rest, `inside`.
+    Without one, `more` bytes are held from its F on, and in a backward that it was inside of the rest, `inside`.
     """
     kept = np.zeros(len(at), np.bool_)
-    beside = np.zeros(len(during), np.int64)
+    extra = np.zeros(len(during), np.int64)
     for k in range(len(at)):
         begin, end = first[k], at[k]
         level = max(during[begin] - workspace[k], after[begin])
         for n in range(begin + 1, end):
-            level = max(level, during[n] + beside[n], after[n] + beside[n])
-        if level + more[k] > budget or max(during[end], after[end]) + beside[end] + inside[k] > budget:
+            level = max(level, during[n] + extra[n], after[n] + extra[n])
+        if level + more[k] > budget or max(during[end], after[end]) + extra[end] + inside[k] > budget:
             continue
         kept[k] = True
         during[begin:end] += more[k]
         after[begin:end] += more[k]
-        beside[end] += inside[k]
+        extra[end] += inside[k]
     return kept

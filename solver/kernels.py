@@ -138,7 +138,7 @@ def _indexes(source: Path) -> Iterator[Path]:
 
 
 def _folders() -> list[Path]:
-    """Folders of marks: beside numba's cache, so that both are lost together, or with the user's caches."""
+    """Folders of marks: next to numba's cache, so that both are lost together, or with the user's caches."""
     own = os.environ.get("NUMBA_CACHE_DIR")
     return [Path(own) if own else Path(__file__).parent / "__pycache__", default_folder()]
 

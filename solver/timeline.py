@@ -4,7 +4,7 @@ A list scheduler decides which F, B or W a device runs next; the rest is the sam
 `Timeline` is for those that build orders from nothing (Zero Bubble's heuristics, microbatches in flight).
 `follow_plan` is for those that have an order for every device and let ops run ahead of it (V schedules, the ends of
 repeated blocks). Schedulers without offload place nothing else, so a level of memory for each device is enough; with
-copies beside the compute stream `solver.published.transfer_kernel` plays events instead.
+copies next to the compute stream `solver.published.transfer_kernel` plays events instead.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def input_us(line: Timeline, kind: int, s: int) -> float:
 
 @njit(cache=True)
 def fits(line: Timeline, kind: int, s: int, more_bytes: int = 0) -> bool:
-    """True if memory has room for an op of a stage now, and for `more_bytes` beside it."""
+    """True if memory has room for an op of a stage now, and for `more_bytes` with it."""
     device = line.devices[line.device_of[s]]
     return bool(device["memory_bytes"] + line.costs[kind, s]["need_bytes"] + more_bytes <= device["budget_bytes"])
 

@@ -1,4 +1,4 @@
-"""Runs the revisions on the connection that `api.jobs.migrate` hands over, in its transaction."""
+"""Run the revisions on the connection that `api.jobs.migrate` hands over, in its transaction."""
 
 from __future__ import annotations
 

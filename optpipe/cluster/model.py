@@ -266,7 +266,7 @@ def read_model(config: Any, name: str = "", source: str = "") -> Model:
 
 
 class _Reader:
-    """Reads one configuration."""
+    """Reader of one configuration."""
 
     def __init__(self, config: Mapping[str, Any], name: str, source: str) -> None:
         fields = Fields(config, source)

@@ -322,7 +322,7 @@ def _fusible_pairs(program: Program, device: int, problem: Problem) -> Iterator[
 
 
 def _insert_reduces(program: Program, every: int) -> Program:
-    """Insert REDUCE of every stage right after its last W, BW or CBW, while the device goes on with its other stages.
+    """Insert REDUCE of every stage right after its last W, BW or CBW, while the device runs its other stages.
 
     After every `every` of the earlier ones there is a REDUCE_PART. Replicas of a pipeline run equal lists, so all of
     them reduce a device's stages in the same order.

@@ -27,7 +27,7 @@ MessageBytes = Sequence[int | Sequence[int]]
 
 @dataclass(frozen=True)
 class ReplicaMemory:
-    """Bytes that a stage holds beside activations because its replicas share out parameters and gradients.
+    """Bytes that a stage holds in addition to activations because its replicas share out parameters and gradients.
 
     `gathered_bytes` from GATHER to REDUCE; `gradient_bytes` from the first weight gradient to REDUCE, or to the next
     REDUCE_PART; `reduced_bytes` from a reduction to the end of the step. Workspaces: beyond that, while one runs.
@@ -59,10 +59,10 @@ def planned_peaks_bytes(
     `replicas`: of each stage, if it has any. `of_units`: for each unit the stages with its sizes, where these were
     measured.
     """
-    beside = replicas or [ReplicaMemory()] * len(problem.stages)
+    of_stages = replicas or [ReplicaMemory()] * len(problem.stages)
     sizes = _UnitSizes.planned(problem) if of_units is None else _UnitSizes.measured(of_units, problem)
     return [
-        max((level for _, level in _levels(program, d, sizes, message_bytes, beside)), default=0)
+        max((level for _, level in _levels(program, d, sizes, message_bytes, of_stages)), default=0)
         for d in range(len(program.devices))
     ]
 
@@ -246,13 +246,13 @@ def _levels(
                 level -= 0 if home else own  # an addend becomes the sum on the last stage's device, and leaves others
             yield action, level
         elif kind in COLLECTIVES:
-            beside = replicas[stage]
+            replica = replicas[stage]
             if kind == "GATHER":
-                taken, kept = beside.gathered_bytes + beside.gather_workspace_bytes, beside.gathered_bytes
+                taken, kept = replica.gathered_bytes + replica.gather_workspace_bytes, replica.gathered_bytes
             else:
-                taken = beside.reduce_workspace_bytes
-                kept = (beside.reduced_bytes if stage not in reduced else 0) - beside.gradient_bytes
-                kept -= beside.gathered_bytes if kind == "REDUCE" else 0
+                taken = replica.reduce_workspace_bytes
+                kept = (replica.reduced_bytes if stage not in reduced else 0) - replica.gradient_bytes
+                kept -= replica.gathered_bytes if kind == "REDUCE" else 0
                 reduced.add(stage)
                 with_gradients.discard(stage)
             yield action, level + taken

@@ -68,7 +68,7 @@ def _average(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
 
 
 class GradientShares:
-    """Checks that each parameter of a stage gets a share of its gradient from every microbatch that depends on it.
+    """A check that each parameter of a stage gets a share of its gradient from every microbatch that depends on it.
 
     What a microbatch depends on is read from the graph that its F records; shares are counted where autograd adds to a
     parameter's gradient, and where W does. A wrapper that registers other parameters in between would make either

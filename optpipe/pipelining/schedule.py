@@ -38,7 +38,7 @@ class StepObserver(Protocol):
 
 
 class PlannedSchedule:
-    """Runs this rank's stages by a planned schedule, called as the schedule classes of torch 2.13 are.
+    """A planned schedule of this rank's stages, called as the schedule classes of torch 2.13 are.
 
     `stages` are this rank's `torch.distributed.pipelining.PipelineStage` objects, in any order; the rank of a process
     in their group is its device in `schedule`, a `Schedule` or the path of one. `loss_fn(output, target)` gives the

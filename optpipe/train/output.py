@@ -152,7 +152,7 @@ METHODS = ("begin", "step", "evaluation", "checkpoint", "end")
 
 
 class Metrics(TrainingCallback):
-    """Writes steps to a JSON lines file. A resumed run appends after the step before its first."""
+    """A JSON lines file of steps. A resumed run appends after the step before its first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -224,7 +224,7 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoard(TrainingCallback):
-    """Writes TensorBoard scalars to a folder. A resumed run hides what was written from its first step on.
+    """A folder of TensorBoard scalars. A resumed run hides what was written from its first step on.
 
     Raises MissingExtraError at once if TensorBoard is not installed.
     """

@@ -83,7 +83,7 @@ class DividedLayer:
 
     @property
     def place(self) -> Place:
-        """Where the undivided model has the weight first."""
+        """Place at which the undivided model has the weight first."""
         return self.tied or self.head
 
     def rows(self, device: int) -> range:

@@ -171,7 +171,7 @@ def split_backward_suffices(problem: Problem) -> bool:
 
     B with W right behind it does all that BW does, no later, and hands its gradient over earlier. The microbatches stay
     in order: a BW counts as a B (docs/adr/0006), and the W of a stage may be put in order among themselves, since all
-    of them are alike. Only where a budget counts and BW needs less memory beside the activation than B and W do,
+    of them are alike. Only where a budget counts and BW needs less memory on top of the activation than B and W do,
     fusing can be worth it; and a stage that cannot split its backward has fused ones alone.
     """
     return not any(fusing_may_help(problem, s) for s in range(len(problem.stages)))
@@ -180,10 +180,10 @@ def split_backward_suffices(problem: Problem) -> bool:
 def fusing_may_help(problem: Problem, s: int) -> bool:
     """True if BW of a stage may keep a budget that B and W of it do not, or if the stage cannot split its backward.
 
-    On the other stages all may be split. Beside what a backward holds of the activation, B needs its workspace, or what
-    it leaves for W, and W its own beside that; BW needs its own workspace. A backward that recomputes within itself
-    holds less than the activation, and maybe less than what B leaves. Where W of units differ, it matters which is
-    first: B(i) BW(j) W(i) runs W of j before that of i, as no B and W in order do. Blocks have a BW.
+    On the other stages all may be split. Besides what a backward holds of the activation, B needs its workspace, or
+    what it leaves for W, and W its own on top of that; BW needs its own workspace. A backward that recomputes within
+    itself holds less than the activation, and maybe less than what B leaves. Where W of units differ, it matters which
+    is first: B(i) BW(j) W(i) runs W of j before that of i, as no B and W in order do. Blocks have a BW.
     """
     graph = lower(problem)
     if not graph.trained[s]:

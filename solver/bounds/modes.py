@@ -38,7 +38,8 @@ def mode_bounds_us(problem: Problem) -> Sequence[float]:
 
     Cool-down. No F runs in the time `_cool_down_us` that ends with the start of the last backward. What runs then, W
     and backwards with their recomputations, is of microbatches that were in flight before: without copies when the
-    last F started, beside what this took; with copies when that time begins, and what was away then comes back in it.
+    last F started, besides what this took; with copies when that time begins, and what was offloaded then comes back in
+    it.
 
     Recomputing a microbatch counts once, so one that is in flight in both windows counts for both: microbatches are in
     order, so there are some of these on a stage only if all are in one or the other. The two cases are two programs.
@@ -189,13 +190,13 @@ class ModesOnDevice(OnDevice):
                         times_us[column] = _copy_us(option, [kind for kind in kinds if kind == "O" or state == "made"])
         program.at_least(work_us, self._warm_up_us)
         program.at_most(at_end, self.budget)
-        program.at_most(at_last, self.budget - min(map(self._beside_forward, self._options)))
+        program.at_most(at_last, self.budget - min(map(self._forward_extra_bytes, self._options)))
         for times_us in copy_us.values():
             program.at_most(times_us, self._warm_up_us)
         return early
 
-    def _beside_forward(self, option: StageVariant) -> int:
-        """Bytes that F takes beside what it leaves."""
+    def _forward_extra_bytes(self, option: StageVariant) -> int:
+        """Bytes that F takes on top of what it leaves."""
         return option.variant.mode.forward_workspace_bytes + self.problem.stages[option.s].workspace_bytes.F
 
     def _add_cool_down(
@@ -228,7 +229,7 @@ class ModesOnDevice(OnDevice):
                     if offloaded:
                         reload_us[column] = _copy_us(option, "R")
                     if is_last and s == high and not copies:
-                        held[column] += self._beside_forward(option)
+                        held[column] += self._forward_extra_bytes(option)
                     work_us[column] = mode.recompute_us
                     if not is_last or s != low:
                         work_us[column] += backward_us + (late_us if backward == "BW" or not is_last else 0)

@@ -23,8 +23,8 @@ class UnitCosts:
     """Costs of every unit on every stage: arrays (stages, units), times in us, sizes in bytes.
 
     A stage that cannot split its backward has all of it in `backward`; one that has none has zeros. `whole` is what an
-    activation holds between F and B while it is not away, `staying` what never leaves of it, in any mode; `beside` what
-    F needs beyond `whole`; `at_backward` the least that is there when B has started; `left` what W still holds;
+    activation holds between F and B while it is not offloaded, `staying` what never leaves of it, in any mode; `beside`
+    what F needs beyond `whole`; `at_backward` the least that is there when B has started; `left` what W still holds;
     `gradients` those of a slice's keys and values. `to_top` is the longest time from the start of F to the end of F of
     the microbatch's last slice on the last stage, `from_top` that from there to the start of B.
     """
@@ -134,7 +134,7 @@ def _paths(problem: Problem, forward: Floats, backward: Floats) -> tuple[Floats,
     """
     shape = len(problem.stages), problem.microbatches, problem.slice_count
     f, b = forward.reshape(shape), backward.reshape(shape)
-    delays = {way: us.reshape(len(us), *shape[1:]) for way, us in lower(problem).delays_us.items()}
+    delays = {direction: us.reshape(len(us), *shape[1:]) for direction, us in lower(problem).delays_us.items()}
     to_top, from_top = f.copy(), np.zeros(shape)
     for s in reversed(range(shape[0])):
         for q in reversed(range(shape[2])):

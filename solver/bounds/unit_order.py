@@ -114,7 +114,7 @@ class _Release(NamedTuple):
 
 
 class _Levels(NamedTuple):
-    """Bytes on a device when F of a stage starts, beside its budget.
+    """Bytes on a device when F of a stage starts, and its budget.
 
     `excess[x]`: the bytes by which the budget would be exceeded at F of unit x if nothing had been released.
     `begun[t]`: for each stage of the device how many units of microbatches before that of x have begun F there by then,
@@ -158,7 +158,7 @@ class _Paths:
         self.count = self.problem.slice_count
         self.back = costs.backward_order.tolist()
         self.f, self.b, self.w = (us.tolist() for us in (costs.forward, costs.backward, costs.weight))
-        self.delays = {way: us.tolist() for way, us in self.problem.unit_delays_us.items()}
+        self.delays = {direction: us.tolist() for direction, us in self.problem.unit_delays_us.items()}
         self.held: dict[int, list[_Held]] = defaultdict(list)
         self.alone: dict[int, OneStage] = {}
         self.levels: dict[int, _Levels] = {}
@@ -313,7 +313,7 @@ class _Paths:
     def _copied_us(self, s: int, x: int, first: int, ready: float) -> float:
         """The earliest time from `ready` on at which F of unit x on stage s can have room, by releases and copies.
 
-        Here activations count whole, and what is away was copied out one after another since its F ended.
+        Here activations count whole, and what is offloaded was copied out one after another since its F ended.
         """
         device, levels = self.devices[s], self.levels[s]
         excess = self.whole[s][x] + float(self.costs.beside[s, x]) - device.budget
@@ -332,7 +332,7 @@ class _Paths:
         return room_us(waiting, excess, device.offload_us, ready) if excess > 0 else ready
 
     def _later_room_us(self, s: int, u: int, first: int, since_us: float) -> float:
-        """The least time, `since_us` or more, after B of unit u on stage s: until those in flight have room beside it.
+        """The least time, `since_us` or more, after B of unit u on stage s: until those in flight have room with it.
 
         Units after u in the order of the backwards have no B ended on this or an earlier stage when that B starts. They
         are in flight there unless their F come after it.

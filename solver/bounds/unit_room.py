@@ -1,8 +1,8 @@
 """Room on a device by what can have left it: releases by backwards and W, and copies to the host, one at a time.
 
-Units hold their whole activation from F to B except what is away, on the host. When an F starts, what is away of
-another unit was copied since that unit's F; when a B starts, it is reloaded before that unit's B. So the bytes that can
-be away grow no faster than the channel carries them (docs/math/bounds.md, "What the channel can carry").
+Units hold their whole activation from F to B except what is offloaded to the host. When an F starts, what is offloaded
+of another unit was copied since that unit's F; when a B starts, it is reloaded before that unit's B. So the bytes that
+can be offloaded grow no faster than the channel carries them (docs/math/bounds.md, "What the channel can carry").
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 
 class Waiting(NamedTuple):
-    """A unit that holds its activation on a device, unless it is away or released.
+    """A unit that holds its activation on a device, unless it is offloaded or released.
 
-    `moved`: bytes that a copy takes away, which can run from `ready_us` on. `frees`: times and bytes of what is
+    `moved`: bytes that a copy offloads, which can run from `ready_us` on. `frees`: times and bytes of what is
     released without a copy.
     """
 
@@ -25,7 +25,7 @@ class Waiting(NamedTuple):
 
 
 def room_us(waiting: Sequence[Waiting], excess: float, copy_us: float, since_us: float) -> float:
-    """The earliest time from `since_us` on by which `excess` bytes can have been released or copied away.
+    """The earliest time from `since_us` on by which `excess` bytes can have been released or offloaded.
 
     Copies take at least `copy_us` each and run one at a time. `since_us` itself if there is no such time.
     """
@@ -66,8 +66,8 @@ def copies_by(at_us: float, ready_us: Sequence[float], copy_us: float) -> tuple[
 class InFlight(NamedTuple):
     """A unit that is in flight on a stage when B of an earlier one starts there, or whose F comes after that.
 
-    `size`: bytes of the activation; `moved` of them can be away. `forward_us`: from the start of F to the end of all
-    (inf where F surely comes before); `back_us`: from the start of its B to the end of all.
+    `size`: bytes of the activation; `moved` of them can be offloaded. `forward_us`: from the start of F to the end of
+    all (inf where F surely comes before); `back_us`: from the start of its B to the end of all.
     """
 
     size: float
@@ -79,9 +79,9 @@ class InFlight(NamedTuple):
 def tail_room_us(units: Sequence[InFlight], excess: float, copy_us: float, own_us: float, since_us: float) -> float:
     """The least time, `since_us` or more, from the end of a B of `own_us` to the end of all by which all units fit.
 
-    `excess`: bytes by which the budget would be exceeded if all units were in flight and none away (negative: room).
-    A unit whose F does not fit in what follows the B is in flight when the B starts. What is away then is reloaded
-    later, in at least `copy_us` each, before its own B. `since_us` itself if there is no such time.
+    `excess`: bytes by which the budget would be exceeded if all units were in flight and none offloaded (negative:
+    room). A unit whose F does not fit in what follows the B is in flight when the B starts. What is offloaded then is
+    reloaded later, in at least `copy_us` each, before its own B. `since_us` itself if there is no such time.
     """
     begin_us = since_us + own_us  # from the start of the B
     while begin_us < inf:

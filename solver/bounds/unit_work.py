@@ -36,7 +36,7 @@ class OneStage:
         """The earliest start of F of unit x by the work that the device must have done since it began, or since a B.
 
         When F(x) starts, at least `released[x]` backwards have ended. If `done` have, all their W have run except those
-        that fit beside what is in flight. Since B(j) started, all backwards from it on have run, the F that wait for
+        that fit with what is in flight. Since B(j) started, all backwards from it on have run, the F that wait for
         it, and all of these W but those of the j backwards before it, which can have run earlier.
         """
         least = int(self.released[x])

@@ -37,7 +37,7 @@ def warmup_cooldown_bounds_us(problem: Problem) -> Sequence[float]:
     least that turnaround later. In between d runs no F, only what was in flight when its last F started: microbatches
     before B (work B + W, holding the activation) and with W left (work W, holding what W needs), all within the budget
     plus what the channel can bring back until the window ends. Of each stage microbatch m - 1 is before B, and the
-    last backward and its W come after the window. The most work of such a stock is a knapsack; the rest of the window
+    last backward and its W come after the window. The most work of such a backlog is a knapsack; the rest of the window
     is idle. Signed releases and fused backwards change nothing: only the level at one moment counts.
 
     A longer window idles no less than the shortest. The work that fits is concave in the room, so in the window's
@@ -45,7 +45,7 @@ def warmup_cooldown_bounds_us(problem: Problem) -> Sequence[float]:
     (In whole F: the last F of a window starts one F before its end, so the first F more gains nothing; each further one
     waits for the copy of its bytes, which takes longer than an F, or else F fill the shortest window.)
 
-    In both windows what never leaves must fit without the channel's help, beside the whole activation of the last F.
+    In both windows what never leaves must fit without the channel's help, with the whole activation of the last F.
 
     The windows are disjoint if a backward precedes the last F. If none does, all m microbatches are in flight together
     when the last F starts, which the bytes that never leave mostly rule out. If it can be, the larger of the two idle
@@ -54,10 +54,10 @@ def warmup_cooldown_bounds_us(problem: Problem) -> Sequence[float]:
 
     Around. The device of stage 0 begins before d does, by F of the stages before `low`, and after d's last backward the
     gradient still passes these, and W of stage 0. All that is within the span of that device, so both objectives are at
-    least that long. W of d may hide behind the way back. Those that run before d's last backward ends are, at least,
-    the ones that are neither in flight nor pending when the last F starts; where the cool-down idles, all but one; and
-    the ones that are not pending when the last backward starts, beside its activation, which is whole again by then.
-    For the makespan, d's own span begins after that head as well.
+    least that long. W of d may run while its gradient returns. Those that run before d's last backward ends are, at
+    least, the ones that are neither in flight nor pending when the last F starts; where the cool-down idles, all but
+    one; and the ones that are not pending when the last backward starts, with its activation, which is whole again by
+    then. For the makespan, d's own span begins after that head as well.
 
     Units (microbatches, or slices of them) that differ are asked for by name: in the given order those before B are
     prefixes of one order, or suffixes of another; in a free order the choice with the least bound counts.
@@ -73,8 +73,8 @@ def warmup_cooldown_bounds_us(problem: Problem) -> Sequence[float]:
 class _CoolDown(NamedTuple):
     """The cool-down with some microbatch as the last.
 
-    `idle_us`: its idle time, negative where the stock of work exceeds it. `weights_us`: time of W alone before the end
-    of the last backward, whatever the windows; `before_us`: of W, and of idling in the cool-down.
+    `idle_us`: its idle time, negative where the backlog of work exceeds it. `weights_us`: time of W alone before the
+    end of the last backward, whatever the windows; `before_us`: of W, and of idling in the cool-down.
     """
 
     idle_us: float
@@ -129,7 +129,7 @@ class Windows(OnDevice):
     def _warm_up_idle_us(self) -> float:
         """Time between the first op and the first backward that the F which fit do not fill."""
         window_us, room = self.warm_up_us, self.room_for_forwards
-        # With the channel's help whole activations; without it what never leaves of them, beside the whole last one.
+        # With the channel's help whole activations; without it what never leaves of them, with the whole last one.
         fits_us = self._most_forwards_us(
             self.whole, room + _moved_bytes(self.out_rate, window_us), in_parts=self.copies
         )
@@ -178,8 +178,8 @@ class Windows(OnDevice):
         moved = _moved_bytes(self.in_rate, forward_us + window_us)
         whole_room = room + moved - (whole_last if has_room else 0.0)
 
-        def stock_us(times_us: Floats, rests_us: Floats, wholes: Floats, rests: Floats, *, stays: bool) -> float:
-            """The most work of the microbatches in flight when the last F starts, beside the last microbatch.
+        def backlog_us(times_us: Floats, rests_us: Floats, wholes: Floats, rests: Floats, *, stays: bool) -> float:
+            """The most work of the microbatches in flight when the last F starts, other than the last one.
 
             It is that of the shortest cool-down, as a longer one may bring back more; or that of any, where only what
             never leaves counts.
@@ -189,22 +189,22 @@ class Windows(OnDevice):
             return most_held_us(times_us, rests_us, wholes, rests, free, in_parts=moved > 0 and not stays)
 
         both_us, nothing = self.backward + self.weight, np.zeros_like(self.weight)
-        stock = stock_us(both_us, self.weight, self.whole, self.left, stays=False)
+        most_us = backlog_us(both_us, self.weight, self.whole, self.left, stays=False)
         if self.copies:
-            stock = min(stock, stock_us(both_us, self.weight, self.staying, self.left, stays=True))
+            most_us = min(most_us, backlog_us(both_us, self.weight, self.staying, self.left, stays=True))
         elif len(self.numbers) == 1 and not (self.problem.has_free_order or self.problem.has_equal_microbatches):
-            stock = min(stock, self._suffix_stock_us(others, whole_room))
+            most_us = min(most_us, self._suffix_backlog_us(others, whole_room))
         own_us = float(both_us[:, own].sum() - costs.backward[self.low, first] - costs.weight[self.low, first])
-        idle_us = window_us - own_us - stock
+        idle_us = window_us - own_us - most_us
         # The three counts of docs/math/bounds.md ("Both, and the way back").
-        # 1. W that are neither in the stock of the last F nor of the last microbatch. A longer window may bring back
+        # 1. W that are neither in the backlog of the last F nor of the last microbatch. A longer window may bring back
         # more where there are copies: then only what never leaves is counted, which no window changes.
         stayed = np.minimum(self.staying, self.left)
-        late_us = stock_us(self.weight, nothing, stayed, nothing, stays=self.copies)
-        # 2. All but one W, less those that fit beside the activation of the last backward when it starts.
+        late_us = backlog_us(self.weight, nothing, stayed, nothing, stays=self.copies)
+        # 2. All but one W, less those that fit with the activation of the last backward when it starts.
         all_but_last_us = float(self.weight.sum() - costs.weight[self.low, first])
-        beside = self.budget - float(costs.whole[self.low, first])
-        fitting_us = most_held_us(self.weight, nothing, self.left, nothing, beside)
+        last_room = self.budget - float(costs.whole[self.low, first])
+        fitting_us = most_held_us(self.weight, nothing, self.left, nothing, last_room)
         weights_us = max(
             float(self.weight[:, others].sum()) - late_us, all_but_last_us - fitting_us + self._last_two_backwards_us
         )
@@ -212,8 +212,8 @@ class Windows(OnDevice):
         counts = idle_us >= 0 or not self.copies
         return _CoolDown(idle_us, weights_us, max(weights_us, all_but_last_us + idle_us) if counts else weights_us)
 
-    def _suffix_stock_us(self, others: Bools, room: float) -> float:
-        """The most work in a stock whose units before B are the last of their order, beside any with W left."""
+    def _suffix_backlog_us(self, others: Bools, room: float) -> float:
+        """The most work in a backlog whose units before B are the last of their order, and any with W left."""
         order = self.costs.backward_order
         units = order[others[order]][::-1]
         times_us = np.concatenate([[0.0], np.cumsum((self.backward + self.weight)[0, units])])
@@ -229,7 +229,7 @@ class Windows(OnDevice):
         """Time that the second count lacks because of the backward before the last one; 0 where none is implied.
 
         As many W as ever fit cannot be pending at the starts of both without a pause, in which the last activation
-        comes back, or a longer way back for the first of them (docs/math/bounds.md, "The last two backwards"). For
+        comes back, or a longer path back for the first of them (docs/math/bounds.md, "The last two backwards"). For
         equal microbatches.
         """
         costs, low, units = self.costs, self.low, self.problem.units

@@ -275,7 +275,7 @@ class CutSearch:
 def _keys(bounds: CutBounds, cuts: Ints) -> tuple[Floats, Floats]:
     """For each cut a number to order it by, and its bound.
 
-    The largest bound of a device decides, and beside it how far the others are below.
+    The largest bound of a device decides, and then how far the others are below.
     """
     batches = [bounds.of(cuts[at : at + BATCH]) for at in range(0, len(cuts), BATCH)]
     of_device = np.concatenate([np.zeros((0, bounds.devices)), *batches])

@@ -105,7 +105,7 @@ def solve_in_child(
     """`solver.solve.solve` in a process of its own, with limits that hold whatever happens in there.
 
     There is an answer at the time limit plus two seconds, and a second after `limits.cancel` is requested, with the
-    best incumbent; a child that holds more than `memory_limit_bytes` is ended in the same way. Where it brought none,
+    best incumbent; a child that holds more than `memory_limit_bytes` is ended likewise. Where it brought none,
     that is a published schedule made here. The answer comes later by as long as the child, while it loads and makes
     published schedules, is ready to run and finds no free processor: the time limit plus `MOST_WAITED_S` at most.
     `on_event` is called from here with every incumbent within a second, and with a heartbeat every half second; it
@@ -226,7 +226,7 @@ class _Solve(Watch):
         self.is_large = self.verify_s > LARGE_S
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
-        self.told_to_end = False
+        self.stop_requested = False
         self.searching = False
         self.waited_s = 0.0
         self.slower = 1.0
@@ -255,9 +255,9 @@ class _Solve(Watch):
     def between(self) -> None:
         """Pass on what others found, tell a large search to end, make a schedule here where the child is late."""
         self._pass_on()
-        ends = self.stop_reason or self.last or self.cancelled or self.told_to_end
+        ends = self.stop_reason or self.last or self.cancelled or self.stop_requested
         if not ends and self.limits.seconds > self._end_at_s:
-            self.told_to_end = True
+            self.stop_requested = True
             self.child.say(channel.CANCEL)
             self.kill_at_s = self.seconds_given + STOP_S
         if self.best.orders is None and self.seconds_given > LATE * self.search_s:

@@ -1,6 +1,6 @@
 """Start of Python processes: the command and environment in the parent, and what the child does before its work.
 
-Solves, the service's process pool, its workers and the compiler of kernels are all started this way. `-P` keeps the
+Solves, the service's process pool, its workers and the compiler of kernels all start here. `-P` keeps the
 working folder out of the import path, and PYTHONPATH hands over what the parent imports from, so a child runs the same
 code whatever folder it is started in.
 """

@@ -14,28 +14,13 @@ UNUSED = re.compile(r"\b(ways?|beside|told|in vain|goes on|dolls?|stocks?|away)\
 PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 STILL = """
-optpipe/compile/lower.py
-optpipe/compile/memory.py
-optpipe/stage.py
-optpipe/worst_case_memory.py
-solver/bounds/device.py
-solver/bounds/modes.py
 solver/bounds/unit_costs.py
-solver/bounds/unit_order.py
-solver/bounds/unit_room.py
-solver/bounds/unit_work.py
-solver/bounds/warmup_cooldown.py
-solver/by_stage.py
 solver/exact/cp_sat/memory_order.py
 solver/exact/milp/constraints.py
 solver/exact/milp/variables.py
 solver/exact/progress.py
 solver/exact/state_bound.py
 solver/exact/states.py
-solver/kernels.py
-solver/layout/cuts.py
-solver/process/parent.py
-solver/process/start.py
 solver/published/pipe_offload.py
 solver/published/transfer_kernel.py
 solver/published/v_family.py
@@ -49,7 +34,6 @@ solver/search/lns/model.py
 solver/search/memory_lists.py
 solver/search/modulo/beam.py
 solver/search/modulo/reservation_table.py
-solver/timeline.py
 """
 """Files that still use such words. A file without them is taken off; none is added."""
 

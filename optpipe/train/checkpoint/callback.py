@@ -26,7 +26,7 @@ LOG = logging.getLogger("optpipe.train.checkpoint")
 
 
 class CheckpointCallback(Callback):
-    """Writes checkpoints when they are due, and ends the run after a signal to any process.
+    """Writer of checkpoints that are due, which ends the run after a signal to any process.
 
     `on_written` is called with the step and folder of each that is whole. Without a folder it only ends the run.
     `stopped`: training ends before the next step, in every process; `message` then says where its state is and how to

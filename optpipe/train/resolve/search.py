@@ -70,7 +70,7 @@ class Solve(Protocol):
 
 
 class Solver(Protocol):
-    """Finds schedules of a problem."""
+    """A search for schedules of a problem."""
 
     def quick(self, problem: Problem) -> Schedule:
         """Heuristic schedule within the budgets, in milliseconds (`ada-offload`). Raises MethodError without one."""

@@ -22,7 +22,7 @@ class Task(Protocol):
 
     @property
     def loader(self) -> LoadedBatches | None:
-        """Reads the batches where they are a loader's, which has a position; None: they depend on the step alone."""
+        """Loader of the batches, which has a position; None where batches depend on the step alone."""
         ...
 
     @property
