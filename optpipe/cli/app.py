@@ -41,7 +41,8 @@ Failure = TyperException | OptPipeError | OSError | KeyboardInterrupt | typer.Ab
 def run(arguments: list[str]) -> int:
     """Run a command line; returns its exit code (see `optpipe.cli`)."""
     named = [word for word in arguments if not word.startswith("-")][:1]
-    app = command_line(loaded=named)
+    alone = {*arguments[:1]} & {*_ALL}  # then nothing asks for the other commands
+    app = command_line(loaded=named, listed=alone or _ALL)
     try:
         result = app(args=arguments, standalone_mode=False, prog_name="optpipe")
         sys.stdout.flush()  # a failed write is reported here, not by Python at exit
@@ -162,8 +163,11 @@ GROUPS = {"keys": "serve:keys", "database": "database:database", "checkpoint": "
 """Module of each group of commands, and its application there."""
 
 
-def command_line(loaded: Collection[str] = COMMANDS) -> typer.Typer:
-    """The application. Commands that are not `loaded` can be listed alone: they have a name and a help text."""
+_ALL = (*COMMANDS, *GROUPS)
+
+
+def command_line(loaded: Collection[str] = COMMANDS, listed: Collection[str] = _ALL) -> typer.Typer:
+    """The application with the commands that are `listed`: of those not `loaded`, the name and the help text alone."""
     app = typer.Typer(
         name="optpipe",
         cls=_Commands,
@@ -174,13 +178,15 @@ def command_line(loaded: Collection[str] = COMMANDS) -> typer.Typer:
         rich_markup_mode="rich",
     )
     app.callback()(_options)
-    for name, home in COMMANDS.items():
+    for name in listed:
+        if name in GROUPS:
+            app.add_typer(_at(GROUPS[name]), name=name)
+            continue
+        home = COMMANDS[name]
         command = _at(home) if name in loaded else _listed
         help_text = inspect.getdoc(command) if name in loaded else _docstring(home)
         # Each paragraph on one line: typer would keep the line breaks of the source.
         app.command(name=name, help=re.sub(r"(?<!\n)\n(?!\n)", " ", help_text or ""))(command)
-    for name, home in GROUPS.items():
-        app.add_typer(_at(home), name=name)
     return app
 
 
