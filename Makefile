@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
-PROGRAMS := /usr/bin/chromium /usr/bin/curl
+PROGRAMS := /usr/bin/chromium-headless-shell /usr/bin/curl
 AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 
 .PHONY: setup demo test test-slow lint unit durations docs pictures dist bench bench-tables gpu-check browser page-types clean

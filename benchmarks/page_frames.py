@@ -26,7 +26,7 @@ DEVICES, MICROBATCHES = 32, 128
 FRAMES = 90
 VIEWS = (("all ops", 1), ("a quarter of the time", 4), ("a twelfth", 12))
 """Views by name, with their magnification."""
-CHROMIUM = "/usr/bin/chromium"
+CHROMIUM = "/usr/bin/chromium-headless-shell"
 WINDOW: ViewportSize = {"width": 1366, "height": 2400}
 """Viewport that shows all devices with their memory."""
 

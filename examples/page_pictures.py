@@ -30,7 +30,7 @@ from instances import instance, uniform
 from optpipe.problem import Problem
 from solver.solve import solve
 
-CHROMIUM = "/usr/bin/chromium"
+CHROMIUM = "/usr/bin/chromium-headless-shell"
 WAIT_MS = 60_000
 SHOWN = "figure[data-magnification]"
 

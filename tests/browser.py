@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, e
 from api.settings import Settings
 from tests.api.harness import new_key
 
-CHROMIUM = Path("/usr/bin/chromium")
+CHROMIUM = Path("/usr/bin/chromium-headless-shell")
 ARGUMENTS = (
     "--headless",
     "--no-sandbox",
@@ -50,7 +50,7 @@ def key(service_settings: Settings) -> str:
 def running_browser() -> Iterator[Browser]:
     """A Chromium without windows; the test fails with the way to install it where there is none."""
     if not CHROMIUM.exists():
-        pytest.fail(f"{CHROMIUM} is missing. Maybe apt-get install -y chromium.", pytrace=False)
+        pytest.fail(f"{CHROMIUM} is missing. Maybe apt-get install -y chromium-headless-shell.", pytrace=False)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         try:

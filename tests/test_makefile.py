@@ -25,7 +25,7 @@ def test_programs_are_installed_before_the_tests_run(tmp_path: Path) -> None:
     programs = f"PROGRAMS={tmp_path / CHROMIUM.name} {tmp_path / 'curl'}"
     found = steps("test", f"VENV={tmp_path / 'venv'}", programs)
     [install] = [k for k, step in enumerate(found) if "apt-get install" in step]
-    assert found[install].split()[-2:] == ["chromium", "curl"]
+    assert found[install].split()[-2:] == [CHROMIUM.name, "curl"]
     [run] = [k for k, step in enumerate(found) if "-m pytest" in step]
     assert install < run
 

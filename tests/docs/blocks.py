@@ -65,7 +65,7 @@ def spans_of(page: Path) -> Iterator[tuple[int, str]]:
 
 def _blocks(text: str) -> Iterator[Block]:
     mark, says = "", ""
-    for token in MarkdownIt().parse(text):
+    for token in MarkdownIt().disable("inline").parse(text):
         line = token.map[0] + 1 if token.map else 0
         found = MARK.fullmatch(token.content.strip()) if token.type == "html_block" else None
         if token.type == "fence":
