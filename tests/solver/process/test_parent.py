@@ -26,7 +26,11 @@ from tests.clock import Clock
 from tests.problems import KNOWN_OPTIMA
 from tests.promises.harness import heard
 
+in_a_forked_child = pytest.mark.usefixtures("forked_children")
+"""For what does not depend on how a child starts: the other tests start it as a solve does."""
 
+
+@in_a_forked_child
 def test_a_proved_optimum() -> None:
     problem, optimum = KNOWN_OPTIMA["makespan"]
     result = solve_in_child(problem, "cp-sat", Limits(120, workers=2))
@@ -36,16 +40,19 @@ def test_a_proved_optimum() -> None:
     assert result.schedule.problem == problem
 
 
+@in_a_forked_child
 def test_a_published_schedule_is_done_when_it_is_there() -> None:
     result = solve_in_child(uniform(4, 8), "gpipe", Limits(30))
     assert (result.reason, result.limit) == ("feasible", None)
 
 
+@in_a_forked_child
 def test_the_gap_asked_for() -> None:
     result = solve_in_child(KNOWN_OPTIMA["offload"][0], "cp-sat", Limits(30, gap=0.9, workers=1))
     assert (result.reason, result.limit) == ("feasible", "gap")
 
 
+@in_a_forked_child
 def test_no_schedule_is_a_result() -> None:
     result = solve_in_child(uniform(2, 2, v_shape=True, budget=3), "cp-sat", Limits(30, workers=1))
     assert (result.schedule, result.reason) == (None, "infeasible")
@@ -53,6 +60,7 @@ def test_no_schedule_is_a_result() -> None:
     assert vars(result.error)["budgets_bytes"] == (4, 4)
 
 
+@in_a_forked_child
 def test_what_other_solves_find_is_the_childs_own() -> None:
     """A better schedule is taken over, and a bound that meets it ends the search."""
     problem, feed = instance("zb-1.5b-p8-m24-mem1"), Feed()
@@ -71,6 +79,7 @@ def test_what_other_solves_find_is_the_childs_own() -> None:
     assert result.schedule.value_us <= value_us
 
 
+@in_a_forked_child
 def test_errors_are_raised_here() -> None:
     with pytest.raises(MethodError, match="2 B too few"):
         solve_in_child(uniform(2, 3, budget=4), "gpipe", Limits(30))
