@@ -290,10 +290,12 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if self._device is not None:
             self._count_resized()
-            given = {storage._cdata for storage in _storages((args, kwargs))}
-            for storage in _storages(result):
-                if storage._cdata not in given and storage._cdata not in self._alive:
-                    self._count(self._device, storage)
+            # Most ops return what is counted already, and what they were given is asked for where they do not.
+            if any(storage._cdata not in self._alive for storage in _storages(result)):
+                given = {storage._cdata for storage in _storages((args, kwargs))}
+                for storage in _storages(result):
+                    if storage._cdata not in given and storage._cdata not in self._alive:
+                        self._count(self._device, storage)
         return result
 
     def _count_resized(self) -> None:
