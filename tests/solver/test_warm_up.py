@@ -30,18 +30,26 @@ def signatures() -> dict[str, int]:
     return {f"{kernel.__module__}.{kernel.__name__}": len(kernel.signatures) for kernel in kernels}
 
 
-def test_is_done_once_for_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_folders", lambda: [tmp_path / "no" / "such", tmp_path])
-    monkeypatch.setattr(warm_up, "forget_stale", lambda: None)  # it would forget what other tests need
-    (tmp_path / "no").write_text("a file where a folder is wanted")
-    assert not warm_up.is_warm()
-    warm_up.warm_up()
-    assert warm_up.is_warm()
+@pytest.fixture(scope="module")
+def is_warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, bool]:
+    """True if an installation counts as warm: before and after the warm-up of this process."""
+    folder = tmp_path_factory.mktemp("marks")
+    (folder / "no").write_text("a file where a folder is wanted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_folders", lambda: [folder / "no" / "such", folder])
+        patch.setattr(warm_up, "forget_stale", lambda: None)  # it would forget what other tests need
+        before = warm_up.is_warm()
+        warm_up.warm_up()
+        return before, warm_up.is_warm()
 
 
+def test_is_done_once_for_an_installation(is_warm: tuple[bool, bool]) -> None:
+    assert is_warm == (False, True)
+
+
+@pytest.mark.usefixtures("is_warm")
 def test_leaves_no_kernel_to_compile() -> None:
     """No kernel gains a signature in a solve of another problem after the warm-up."""
-    warm_up.warm_up()
     before = signatures()
     assert len(before) > 20
     for method in ("auto", "pattern", "search"):
