@@ -1,7 +1,7 @@
 """Saved activations of a device, and the pinned host slabs to which they are offloaded.
 
 Autograd packs each tensor that it saves and unpacks it in the backward. Here packing leaves only a description in the
-graph (storage, offset, shape, strides), and this store holds the storages; several saved tensors are often views of one
+graph (a storage and `StorageView`), and this store holds the storages; several saved tensors are often views of one
 storage, which is held and copied once.
 
 An offload has four steps, one for each action of a program: `copy_out` (O), `free` (RELEASE), `allocate` (PREPARE) and
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.runtime.slices import Rebuilt, packed, unpacked
+from optpipe.runtime.storage_view import StorageView
 from optpipe.runtime.torch_private import FakeTensor, KeptByCheckpoint, kept_by_checkpoints, saving_through
 from optpipe.runtime.weight_gradients import is_distributed
 
@@ -110,10 +111,7 @@ class _Saved:
     """A saved tensor as a view of a slot."""
 
     slot: _Slot
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    view: StorageView
 
 
 class _SavedShard:
@@ -242,13 +240,7 @@ class ActivationStore:
             self._slots[key] = _Slot(flat.set_(storage, 0, (storage.nbytes(),), (1,)), tensor.dtype)
         elif self._slots[key].dtype is not tensor.dtype:
             self._slots[key].dtype = None
-        return _Saved(
-            self._slots[key],
-            tensor.dtype,
-            int(tensor.storage_offset()),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-        )
+        return _Saved(self._slots[key], StorageView.of(tensor))
 
     @staticmethod
     def _unpack(saved: Tensor | _Saved | _SavedShard | Rebuilt) -> Tensor:
@@ -258,8 +250,7 @@ class ActivationStore:
         if isinstance(saved, _SavedShard):
             return saved.whole(ActivationStore._unpack(saved.local))
         assert saved.slot.flat is not None, "a backward needs activations that are on the host"
-        empty = saved.slot.flat.new_empty(0, dtype=saved.dtype)
-        return empty.set_(saved.slot.flat.untyped_storage(), saved.offset, saved.shape, saved.strides)
+        return saved.view.on(saved.slot.flat)
 
 
 class _Kept(KeptByCheckpoint):

@@ -191,7 +191,7 @@ class Nccl:
         pair_group = self._pair_groups[source, target]
         while pair_group.leaving and pair_group.leaving[0][0].is_completed():
             pair_group.drop_first()
-        kept = message.contiguous()
+        kept = message.resolve_conj().resolve_neg().contiguous()
         pair_group.leaving.append((pair_group.group.send([kept], pair_group.other, 0), kept))
 
     def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:

@@ -26,6 +26,7 @@ from optpipe.runtime.messages import leaves, rebuild
 from optpipe.runtime.module_state import ModuleState
 from optpipe.runtime.rng import AllGeneratorStates
 from optpipe.runtime.slices import Rebuilt, packed, unpacked
+from optpipe.runtime.storage_view import StorageView
 from optpipe.runtime.torch_private import FakeTensor, saving_through
 from optpipe.runtime.weight_gradients import compiled_around, compiled_part, is_distributed
 
@@ -381,11 +382,11 @@ class Segment:
         taken = [before.number_of(part) if before else None for part in leaves(inputs)]
         hold: Callable[[Tensor], object] = activations.hold if activations else Tensor.detach
         self._resolve = activations.held if activations else _itself
-        seen: list[tuple[weakref.ref[torch.UntypedStorage], _View] | None] = []
+        seen: list[tuple[weakref.ref[torch.UntypedStorage], StorageView] | None] = []
 
         def pack(tensor: Tensor) -> int:
             plain = type(tensor) in (Tensor, FakeTensor)
-            seen.append((weakref.ref(tensor.untyped_storage()), _view_of(tensor)) if plain else None)
+            seen.append((weakref.ref(tensor.untyped_storage()), StorageView.of(tensor)) if plain else None)
             return len(seen) - 1
 
         arguments, named = inputs
@@ -402,7 +403,7 @@ class Segment:
         made = {storage_key(part): part for part in leaves(output) if type(part) in (Tensor, FakeTensor)}
         for number, entry in enumerate(() if hands_on else seen):
             if entry is not None and (storage := entry[0]()) is not None and storage._cdata in made:
-                self._outputs[number] = hold(entry[1].of(made[storage._cdata]))
+                self._outputs[number] = hold(entry[1].on(made[storage._cdata]))
         self._form = rebuild(inputs, [None] * len(leaves(inputs)))
         self._input = [
             (_Held(hold(part), part.requires_grad) if place is None else _Made(place, part.requires_grad))
@@ -533,24 +534,6 @@ class _Made(NamedTuple):
 
     number: int
     requires_grad: bool
-
-
-class _View(NamedTuple):
-    """A tensor but for its storage."""
-
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The view of a tensor's storage."""
-        empty = tensor.new_empty(0, dtype=self.dtype)
-        return empty.set_(tensor.untyped_storage(), self.offset, self.shape, self.strides)
-
-
-def _view_of(tensor: Tensor) -> _View:
-    return _View(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _itself(description: Any) -> Tensor:

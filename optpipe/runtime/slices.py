@@ -36,6 +36,7 @@ from optpipe.errors import TrainingError
 from optpipe.runtime.messages import Tree, leaves, map_leaves
 from optpipe.runtime.rng import RandomNumbers
 from optpipe.runtime.sliced_dropout import Masks
+from optpipe.runtime.storage_view import StorageView
 from optpipe.runtime.torch_private import saving_through
 
 _running: SliceContext | None = None
@@ -176,11 +177,11 @@ class Rebuilt:
 
     def __init__(self, build: Callable[[], Tensor], tensor: Tensor) -> None:
         self._build = build
-        self._view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self._view = StorageView.of(tensor)
 
     def tensor(self) -> Tensor:
         """Make it."""
-        return self._build().as_strided(*self._view)
+        return self._view.on(self._build())
 
 
 def packed(tensor: Tensor) -> Tensor | Rebuilt | None:

@@ -15,6 +15,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+
+# A tensor whose storage holds its negative, such as the imaginary part of a conjugate.
+from torch import _neg_view as negative_view
 from torch import nn
 
 # Tensors of shapes and dtypes alone, which run without memory.
@@ -61,6 +64,7 @@ __all__ = [
     "is_compiler_error",
     "is_transforming",
     "kept_by_checkpoints",
+    "negative_view",
     "run_backward",
     "saving_through",
     "tree_leaves",

@@ -382,7 +382,7 @@ def _gradient_limits(
     parameters = {
         f"stages[{s}].{name}": p for s, module in enumerate(plain_modules) for name, p in module.named_parameters()
     }
-    precisions = {str(p.dtype).removeprefix("torch.") for p in parameters.values()} & GRADIENT_LIMITS.keys()
+    precisions = {str(p.dtype.to_real()).removeprefix("torch.") for p in parameters.values()} & GRADIENT_LIMITS.keys()
     limit = max(GRADIENT_LIMITS[precision] for precision in precisions | {autocast or "float64"})
     if autocast and model.hardware.type == "cpu":
         limit = AUTOCAST_LIMIT_ON_CPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -182,6 +183,15 @@ def test_offload_changes_no_bit_of_any_gradient(stage: Stage) -> None:
         found.append([input_gradient, *(p.grad.clone() for p in stage.module.parameters() if p.grad is not None)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert len(found[0]) == 5
+
+
+@pytest.mark.parametrize("view", [Tensor.conj, lambda x: x.conj().imag], ids=["conjugate", "negative"])
+def test_what_torch_only_notes_about_a_tensor_returns_with_it(view: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(3, dtype=torch.complex64)
+    store, slab = ActivationStore(()), HostSlab()
+    held, before = store.hold(view(x)), view(x).resolve_conj().resolve_neg().clone()
+    there_and_back(store, slab)
+    assert torch.equal(store.held(held), before)
 
 
 def test_weights_and_the_batch_stay_where_they_are() -> None:

@@ -102,6 +102,18 @@ def drifting() -> Built:
     return _built([nn.Linear(WIDTH, WIDTH), Drifting(WIDTH, WIDTH)])
 
 
+class ComplexLinear(nn.Linear):
+    """Takes and returns real numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.complex64)).abs()
+
+
+def complex_numbers() -> Built:
+    """In single precision, which no tensor of the stages has in its own name."""
+    return _built([ComplexLinear(8, 8, dtype=torch.complex64) for _ in range(2)])
+
+
 def normed() -> Built:
     """A norm behind each layer, of which the bias does nothing."""
     return _built([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(2)])
