@@ -18,6 +18,7 @@ from torch import Tensor
 
 from optpipe.runtime.channel import TreeReceipt
 from optpipe.runtime.messages import MessageSpec
+from optpipe.runtime.torch_private import uses_of_memory
 from optpipe.runtime.transport import Mailbox, Receipt
 
 CPU = torch.device("cpu")
@@ -192,7 +193,7 @@ class _Lent:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._uses = tensor, _uses(tensor)
+        self._tensor, self._uses = tensor, uses_of_memory(tensor)
 
     def alias(self) -> Tensor:
         """Another tensor of the same memory."""
@@ -200,13 +201,7 @@ class _Lent:
 
     def is_back(self) -> bool:
         """True where the memory has no more uses than before it was lent."""
-        return _uses(self._tensor) <= self._uses
-
-
-def _uses(tensor: Tensor) -> int:
-    """How many tensors, and other objects, refer to the memory of a tensor."""
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return uses
+        return uses_of_memory(self._tensor) <= self._uses
 
 
 LET_GO_S = 1.0

@@ -69,6 +69,7 @@ __all__ = [
     "saving_through",
     "tree_leaves",
     "tree_map_only",
+    "uses_of_memory",
     "without_modes",
 ]
 
@@ -159,3 +160,9 @@ def is_compiler_error(error: Exception) -> bool:
     """True for an error of torch.compile. Where nothing was compiled its module need not be loaded."""
     dynamo = sys.modules.get("torch._dynamo.exc")
     return dynamo is not None and isinstance(error, dynamo.TorchDynamoException)
+
+
+def uses_of_memory(tensor: torch.Tensor) -> int:
+    """How many tensors, and other objects, refer to the memory of a tensor."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses
