@@ -1,15 +1,17 @@
 """State of modules besides their parameters: what a forward may change, and how to put it back.
 
 That is buffers, attributes of Python such as counters, lists and caches, and generators of random numbers. It is looked
-for in modules, and from their attributes on in containers and in objects of classes that are no library's. `Weights`
-puts parameters back. Not put back are globals and attributes of classes, iterators, and what is outside of the process,
-such as files. Of globals the generators alone are found, by the names that the code of a forward uses.
+for in modules, and from their attributes and hooks on in containers, in what functions close over, and in objects of
+classes that are no library's. `Weights` puts parameters back. Not put back are globals and attributes of classes,
+iterators, and what is outside of the process, such as files. Of globals the generators alone are found, by the names
+that the code of a forward uses.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -72,6 +74,8 @@ class ModuleState:
                 pass
             case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
                 self.generators.append(value)
+            case array():
+                self._put_back.append(partial(_restore_array, value, value[:]))
             case list() | deque() | bytearray():
                 self._put_back.append(partial(_restore_sequence, value, list(value)))
                 self._pending += value
@@ -87,7 +91,8 @@ class ModuleState:
             case MethodType():
                 self._pending += [value.__self__, value.__func__]
             case FunctionType():
-                self._pending += _names_in(value)
+                if not _of_library(value.__module__):
+                    self._visit_function(value)
             case type():
                 self._visit_class(value)
             case ModuleType():
@@ -105,7 +110,13 @@ class ModuleState:
         if _is_own(type(module)):
             self._visit_attributes(module, {name: part for name, part in vars(module).items() if name != "_parameters"})
         else:
-            self._pending += [module._buffers, *module._modules.values()]
+            hooks = [part for name, part in vars(module).items() if name.endswith("_hooks") and part]
+            self._pending += [module._buffers, *module._modules.values(), *hooks]
+
+    def _visit_function(self, function: FunctionType) -> None:
+        filled = [(cell, cell.cell_contents) for cell in function.__closure__ or () if _is_filled(cell)]
+        self._put_back += [partial(setattr, cell, "cell_contents", value) for cell, value in filled]
+        self._pending += [*_names_in(function), *(value for _, value in filled)]
 
     def _visit_attributes(self, value: Any, attributes: dict[str, Any]) -> None:
         own = vars(value)
@@ -184,16 +195,13 @@ def _is_own(kind: type) -> bool:
 
 
 def _names_in(function: FunctionType) -> list[Any]:
-    """Generators, functions and classes that a function names: globals, what it closes over, and defaults."""
-    if _of_library(function.__module__):
-        return []
+    """Generators, functions and classes that a function names: globals and defaults."""
     codes, names = [function.__code__], set[str]()
     while codes:
         code = codes.pop()
         names.update(code.co_names)
         codes += [part for part in code.co_consts if isinstance(part, CodeType)]
     found = [function.__globals__.get(name) for name in names]
-    found += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     found.append(getattr(function, "__wrapped__", None))
     return [value for value in found if isinstance(value, (*_GENERATORS, FunctionType, type))]
@@ -215,6 +223,10 @@ def _restore_sequence(own: Any, before: list[Any]) -> None:
     if len(own) != len(before) or not _same(own, before):
         own.clear()
         own.extend(before)
+
+
+def _restore_array(own: array[Any], before: array[Any]) -> None:
+    own[:] = before
 
 
 def _restore_set(own: set[Any], before: set[Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +53,17 @@ class Slotted(Statistics):
     drawn: int = 0
 
 
+def counting() -> Callable[..., None]:
+    """A hook that counts its calls in a variable of the function around it."""
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    return count
+
+
 class Marked(nn.Module):
     """Counts its calls wherever a module may keep a number, and draws from every kind of generator."""
 
@@ -66,9 +79,10 @@ class Marked(nn.Module):
         self.register_buffer("replaced", torch.zeros(()))
         self.register_buffer("hidden", torch.zeros(2), persistent=False)
         self.calls, self.rows, self.names = 0, [0], {"calls": 0}
-        self.tensor, self.array = torch.zeros(2), np.zeros(2)
+        self.tensor, self.array, self.numbers = torch.zeros(2), np.zeros(2), array("l", [0])
         self.statistics, self.unregistered = Slotted(), (nn.BatchNorm1d(WIDTH),)
         self.cache: Tensor | None = None
+        self.hook = self.layer.register_forward_hook(counting())
         self.own, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(2)
         self.python, self.nested = random.Random(3), SimpleNamespace(old=np.random.RandomState(4))
 
@@ -83,6 +97,7 @@ class Marked(nn.Module):
         self.names["calls"] += 1
         self.tensor[0] += 1
         self.array[0] += 1
+        self.numbers[0] += 1
         self.statistics.calls += 1
         self.statistics.drawn += 1
         self.statistics.seen.append(len(x))
@@ -102,6 +117,8 @@ def marks(modules: list[nn.Module]) -> list[Any]:
         found += [buffer.clone() for buffer in module.buffers()] + [module.hidden.clone(), module.tensor.clone()]
         found += [buffer.clone() for buffer in module.unregistered[0].buffers()]
         found += [module.calls, list(module.rows), dict(module.names), module.array.tolist(), module.cache]
+        [count] = module.layer._forward_hooks.values()
+        found += [list(module.numbers), inspect.getclosurevars(count).nonlocals]
         found += [module.statistics.calls, module.statistics.drawn, list(module.statistics.seen), sorted(vars(module))]
         found += [module.own.get_state(), str(module.numpy.bit_generator.state), module.python.getstate()]
         found += [str(module.nested.old.get_state()), [part.training for part in module.modules()]]
