@@ -194,11 +194,18 @@ JsonOrFormBody = Annotated[bytes, Depends(_json_or_form_body)]
 """The same, also where the type is a form's: that is what ``curl --data @problem.json`` says of any body."""
 
 
-async def refuse_ignored_parameters(request: Request) -> None:
-    """Raise HttpError for a query parameter that the route does not have or that stands there twice.
+SINGLE_HEADERS = {"authorization", "idempotency-key", "last-event-id"}
 
-    So none is ignored unseen: of several values only the last would count.
+
+async def refuse_ignored_parameters(request: Request) -> None:
+    """Raise HttpError for a query parameter that the route does not have, or one or a header that stands there twice.
+
+    So none is ignored unseen: of several values only one would count.
     """
+    for name, times in Counter(name.decode("latin-1") for name, _ in request.scope["headers"]).items():
+        if name in SINGLE_HEADERS and times > 1:
+            detail = f"the header {name} is given {times} times, but takes one value. Maybe send it once."
+            raise http_error(HTTPStatus.UNPROCESSABLE_ENTITY, "repeated_parameter", detail)
     known = _query_parameters(request.scope["route"].dependant)
     given = Counter(name for name, _ in request.query_params.multi_items())
     ignored = [name for name, times in given.items() if times > 1 or name not in known]

@@ -137,6 +137,7 @@ def parse_json(text: str | bytes, source: str = "") -> Any:
     Raises InputError with the line and column where there is one.
     """
     content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    content = content.removeprefix(BOM_UTF8)
     try:
         data = jiter.from_json(content, allow_inf_nan=False, catch_duplicate_keys=True)
     except ValueError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from codecs import BOM_UTF8
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -60,6 +62,19 @@ def test_repeated_parameters_are_refused(idle: Client) -> None:
         [fault] = answer.json()["errors"]
         assert fault["code"] == ("repeated_parameter" if "x=" not in url else "unknown_parameter")
     assert "'status' is given 2 times" in idle.get("/v1/schedules?status=queued&status=running").json()["detail"]
+
+
+@pytest.mark.parametrize("name", ["Idempotency-Key", "Authorization", "Last-Event-ID"])
+def test_repeated_headers_are_refused(idle: Client, name: str) -> None:
+    answer = idle.get("/v1/schedules", headers=[(name, idle.headers.get(name, "one")), (name, "other")])
+    assert answer.status_code == 422
+    assert f"the header {name.lower()} is given 2 times, but takes one value" in answer.json()["detail"]
+
+
+def test_a_body_may_begin_with_the_mark_of_utf_8(idle: Client) -> None:
+    content = BOM_UTF8 + json.dumps(body(name="marked")).encode()
+    answer = idle.post("/v1/schedules", content=content, headers={"Content-Type": "application/json"})
+    assert answer.json()["name"] == "marked"
 
 
 def test_operations_have_names_that_stay() -> None:
