@@ -27,7 +27,7 @@ from optpipe.runtime.module_state import ModuleState
 from optpipe.runtime.rng import AllGeneratorStates
 from optpipe.runtime.slices import Rebuilt, packed, unpacked
 from optpipe.runtime.storage_view import StorageView
-from optpipe.runtime.torch_private import FakeTensor, saving_through
+from optpipe.runtime.torch_private import FakeTensor, saving_through, within_checkpoint
 from optpipe.runtime.weight_gradients import compiled_around, compiled_part, is_distributed
 
 
@@ -290,8 +290,8 @@ class Segments:
         """Context of an F in which the modules keep their inputs alone; yields the list of their calls.
 
         `activations` holds what stays, if it is to leave. `generators` returns the present states of those from which
-        the modules may draw. Raises TrainingError if a module changes its input, or if the input is changed behind it
-        before F ends.
+        the modules may draw. Raises TrainingError if a module changes its input, if the input is changed behind it
+        before F ends, or if a checkpoint of torch is to run the module again.
         """
         calls: list[Segment] = []
         versions: list[tuple[str, Tensor, int]] = []
@@ -302,6 +302,11 @@ class Segments:
             def record(*arguments: Any, **named: Any) -> Any:
                 if not torch.is_grad_enabled():
                     return forward(*arguments, **named)
+                if within_checkpoint():
+                    raise TrainingError(
+                        f"the stage runs its block {name} within torch.utils.checkpoint, which recomputes it already. "
+                        "Maybe turn that off (gradient_checkpointing_disable()), or solve without this mode."
+                    )
                 call = Segment(part, forward, replay, self._running_again, device, generators(), compiled=compiled)
                 follows = number % self._group and calls and calls[-1].block is blocks[number - 1]
                 hands_on = (number + 1) % self._group and number + 1 < len(blocks)

@@ -70,6 +70,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "uses_of_memory",
+    "within_checkpoint",
     "without_modes",
 ]
 
@@ -166,3 +167,9 @@ def uses_of_memory(tensor: torch.Tensor) -> int:
     """How many tensors, and other objects, refer to the memory of a tensor."""
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return uses
+
+
+def within_checkpoint() -> bool:
+    """True in the first run of what torch.utils.checkpoint is to run again, other than by use_reentrant."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__

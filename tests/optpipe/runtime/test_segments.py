@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from optpipe.errors import TrainingError
 from optpipe.runtime import MemoryMeter, Stage
@@ -216,6 +217,14 @@ class Slope(nn.Linear):
         return slope * x
 
 
+class Checkpointing(nn.Sequential):
+    """Runs its blocks again by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
 class Counting(nn.Linear):
     """Saves more the second time."""
 
@@ -235,9 +244,10 @@ class Counting(nn.Linear):
         (Behind(), "changes the input of its block blocks.0 in place behind it"),
         (nn.Sequential(Reading(WIDTH, WIDTH)), "asks twice"),
         (nn.Sequential(Slope(WIDTH, WIDTH)), "differentiates within its forward"),
+        (Checkpointing(nn.Linear(WIDTH, WIDTH)), "runs its block 0 within torch.utils.checkpoint, which recomputes it"),
         (nn.Sequential(Counting(WIDTH, WIDTH)), "saves 4 tensors for its backward when it is run again, but saved 1"),
     ],
-    ids=["in place", "behind", "read twice", "differentiates", "not the same"],
+    ids=["in place", "behind", "read twice", "differentiates", "checkpoint", "not the same"],
 )
 def test_what_cannot_be_run_again_is_refused(module: nn.Module, reason: str) -> None:
     with pytest.raises(TrainingError, match=reason):
