@@ -265,6 +265,9 @@ class ModelConfig(Group):
             yield Issue("length_file", "conflict", detail)
         if self.data is not None and self.loader is not None:
             yield Issue("loader", "conflict", f"is {self.loader!r}, but data is {self.data!r}. Maybe leave one out.")
+        if self.evaluation_loader is not None and self.loader is None:
+            detail = f"is {self.evaluation_loader!r}, but it is read beside a loader alone. Maybe add --loader."
+            yield Issue("evaluation_loader", "no_loader", detail)
         if self.autocast and self.dtype != "float32":
             detail = (
                 f"is {self.dtype!r} with autocast to {self.autocast}, but autocast leaves all but float32 alone. "

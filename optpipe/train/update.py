@@ -251,10 +251,9 @@ class Updates:
         if not sums.finite and self._config.on_not_finite == "stop":
             figure = "gradient norm" if math.isfinite(sums.loss) else "loss"
             value = sums.gradient_norm if math.isfinite(sums.loss) else sums.loss
-            raise RunFailedError(
-                f"the {figure} is {value} at step {pending.step} with learning_rate {self._config.learning_rate}. "
-                "Maybe lower it."
-            )
+            when = f"at step {pending.step} with learning_rate {self._config.learning_rate}. Maybe lower it."
+            first = "at step 0, before any update. Maybe a number of the batch or a weight is none."
+            raise RunFailedError(f"the {figure} is {value} {when if pending.step else first}")
         if sums.finite and (wrong or not pending.optimistic):
             # Gradients are still those of the pending step: the next backward waits for this validation.
             gradients = [p.grad for own in self._parameters.values() for p, _ in own if p.grad is not None]

@@ -95,6 +95,13 @@ def test_a_loss_that_is_no_number_stops_and_touches_no_weight(optimistic: bool) 
     assert same_bits({name: state_of(model)[name] for name in before}, before)
 
 
+def test_a_first_loss_that_is_no_number_is_no_matter_of_the_learning_rate() -> None:
+    config = config_of(SCHEDULES["1F1B"], on_not_finite="stop")
+    model = noisy_model(config, Launch(4), optimistic=False, without_loss=[0])
+    with pytest.raises(RunFailedError, match=r"the loss is nan at step 0, before any update\. Maybe a number of the"):
+        model.step(model.task.batch(0)) + model.settle()
+
+
 def test_it_waits_while_most_steps_are_wrong_and_then_no_longer() -> None:
     """As many processes decide it: by outcomes, which all have."""
     wrong = range(MOST_ROLLBACKS + 4)

@@ -51,6 +51,8 @@ def test_batches_for_evaluation_are_a_loader_of_their_own(tmp_path: Path) -> Non
     assert [event.step for event in evaluated.events] == [3, 6]
     with pytest.raises(InputError, match=r"evaluate is 2, but a loader has no batches beyond the run\. Maybe add"):
         replace(config_of("shuffled"), evaluate=2)
+    with pytest.raises(InputError, match=r"evaluation_loader is .*:evaluated', but it is read beside a loader alone"):
+        replace(config, model=replace(config.model, loader=None), evaluate=2)
 
 
 def test_a_process_reads_what_its_stages_need() -> None:
