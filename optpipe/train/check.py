@@ -522,8 +522,21 @@ def reference_step(
         value = x / len(inputs)
         if backward and value.requires_grad:
             torch.autograd.backward(value)
+            if not i:
+                _part_gradients(modules)
         total += value.item()
     return total
+
+
+def _part_gradients(modules: Sequence[nn.Module]) -> None:
+    """Give each gradient memory of its own: autograd may leave one to two parameters, and add to it for both."""
+    seen = set()
+    for parameter in (p for module in modules for p in module.parameters()):
+        if (gradient := parameter.grad) is not None:
+            key = storage_key(gradient)
+            if key in seen:
+                parameter.grad = gradient.clone()
+            seen.add(key)
 
 
 def gradient_error(gradient: Tensor, plain: Tensor) -> float:

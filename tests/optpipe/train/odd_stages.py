@@ -102,6 +102,22 @@ def drifting() -> Built:
     return _built([nn.Linear(WIDTH, WIDTH), Drifting(WIDTH, WIDTH)])
 
 
+class Summing(nn.Module):
+    """The gradients of its two matrices are one, which autograd makes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,kij->bj", x, torch.stack([self.one, self.other]))
+
+
+def summing() -> Built:
+    """Both stages have such matrices."""
+    return _built([Summing(), Summing()])
+
+
 class ComplexLinear(nn.Linear):
     """Takes and returns real numbers."""
 

@@ -42,7 +42,7 @@ def checked(stages: str) -> CheckResult:
     return found
 
 
-@pytest.mark.parametrize("stages", ["dropout", "batch_norm", "unused", "frozen", "complex_numbers"])
+@pytest.mark.parametrize("stages", ["dropout", "batch_norm", "unused", "frozen", "complex_numbers", "summing"])
 def test_the_steps_are_equal(stages: str) -> None:
     found = checked(stages)
     assert found.max_gradient_error < 1e-5
