@@ -54,21 +54,22 @@ SAMPLE: dict[Size, Sequence[Sequence[One]]] = {
 }
 """Rows of equal weight, each an instance or the mean over some; p from 4 to 64, m from 16 to 512."""
 
-EXACT, SEARCH, BOUNDS, PUBLISHED = ("solver/exact/", "solver/search/", "solver/bounds/", "solver/published/")
+EXACT, SEARCH, LISTS = "solver/exact/", "solver/search/", "solver/lists/"
+BOUNDS, PUBLISHED = "solver/bounds/", "solver/published/"
 
 CODE: dict[str, Sequence[str]] = {
     "search": [f"{SEARCH}annealing"],
     "windows": [f"{SEARCH}lns"],
     "pattern": [f"{SEARCH}modulo"],
     "mode-rounds": [f"{SEARCH}modulo/mode_rounds.py"],
-    "lists": [f"{SEARCH}in_flight.py", f"{SEARCH}memory_lists.py"],
+    "lists": [f"{SEARCH}in_flight.py", f"{LISTS}memory.py"],
     "cp-sat": [f"{EXACT}cp_sat"],
     "states": [f"{EXACT}states.py", f"{EXACT}state_bound.py", f"{EXACT}progress.py"],
     "relaxation": [f"{EXACT}relaxation.py:relaxation_bound"],
     "parts": [f"{EXACT}relaxation.py:proof_by_parts _proof_by_parts_from"],
     "offloading-lists": [f"{SEARCH}in_flight.py:ListScheduler"],
     "recomputing-lists": [f"{SEARCH}in_flight.py:ListScheduler _recomputing"],
-    "planned-lists": [f"{SEARCH}memory_lists.py:_planned_shares"],
+    "planned-lists": [f"{LISTS}memory.py:_planned_shares"],
     "random-lists": [f"{SEARCH}in_flight.py:varied _varied"],
     "chain": [f"{BOUNDS}device.py:longest_chain_us"],
     "release-order": [f"{BOUNDS}unit_order.py"],
@@ -98,7 +99,7 @@ CODE: dict[str, Sequence[str]] = {
     "by-stage": ["solver/by_stage.py"],
     "in-order": ["solver/microbatch_orders.py:likely_orders in_order"],
     "first-lists": [f"{SEARCH}in_flight.py:first_in_memory"],
-    "spread-lists": [f"{SEARCH}spread_lists.py"],
+    "spread-lists": [f"{LISTS}spread.py"],
     "floor": ["solver/serial.py"],
 }
 """The code of each part: files, folders, or functions and classes of a file. Some have code in common."""

@@ -26,13 +26,13 @@ from solver.bounds.whole_forwards import forwards_before_first_backward
 from solver.build import within_budgets
 from solver.by_stage import ByStage, choices, keep_what_fits
 from solver.kernels import WARM, are_ready, is_marked
+from solver.lists.spread import spread_lists
 from solver.methods import METHODS, refuse_unsupported
 from solver.microbatch_orders import in_order, likely_orders, with_own_numbers
 from solver.published.v_family import v_zb
 from solver.published.within_memory import one_f_one_b_within_memory
 from solver.published.zb_auto import zb_auto
 from solver.scale import count_ops
-from solver.search.spread_lists import spread_lists
 from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.strategy import MOST_MODEL_OPS, SharedIncumbent, has_lists

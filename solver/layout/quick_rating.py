@@ -17,9 +17,9 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import within_budgets
 from solver.limits import Cancel, Limits
+from solver.lists.spread import spread_lists
 from solver.methods import METHODS, published_orders
 from solver.search.in_flight import QUICK, QuickLists
-from solver.search.spread_lists import spread_lists
 
 LISTS = "ada-offload"
 """Method of list schedules in memory."""

@@ -1,8 +1,8 @@
 """AdaOffload: a valid schedule within the budgets for any placement, quickly (OptPipe, section 4).
 
 A list schedule in time: whenever a device is free it takes what is ready, B before F (the stage nearest to the loss
-first), and W when nothing else is ready or too many W are left over. Budgets do not count here: fewer microbatches in
-flight need less memory.
+first), and W when nothing else is ready or too many W are left over (`solver.lists.memory`). Budgets do not
+count here: fewer microbatches in flight need less memory.
 
 Compute orders with more or fewer microbatches in flight are each played within the budgets, once with no activation and
 once with all allowed to leave: an activation without time for the round trip stays, the longest-lived goes first, and
@@ -17,35 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from heapq import heappop, heappush
 from math import inf
 
-import numpy as np
-from numba import njit
-
 from optpipe.errors import MethodError
-from optpipe.ops import Ints, OpArray, Orders
+from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.by_stage import choices, keep_what_fits
+from solver.lists.memory import MemoryLists, Rules
 from solver.published.transfers import TransferPlanner, TransferRequest
 from solver.serial import known_budgets_bytes, serial_orders
-from solver.timeline import (
-    NONE,
-    B,
-    F,
-    Timeline,
-    W,
-    empty_timeline,
-    input_us,
-    op_costs,
-    pending_stage,
-    pending_weights,
-    place,
-    place_weight,
-    timeline_orders,
-)
 
 
 def in_flight_orders(problem: Problem, in_flight: int, late_weights: int) -> Orders:
@@ -53,69 +35,14 @@ def in_flight_orders(problem: Problem, in_flight: int, late_weights: int) -> Ord
 
     At most `late_weights` W are left over on a device while it does other things. Never deadlocks.
     """
-    line = empty_timeline(problem, op_costs(problem))
-    first = np.cumsum([0, *map(len, problem.stages_of)])
-    _run(
-        line,
-        first,
-        np.concatenate([np.array(stages, np.int64) for stages in problem.stages_of]),
-        in_flight,
-        late_weights,
-    )
-    return timeline_orders(problem, line)
+    orders = problem.derived(_lists_without_budgets).orders(Rules(in_flight, late_weights, tail=-1))
+    assert orders is not None, "without budgets every op fits"
+    return orders
 
 
-@njit(cache=True)
-def _run(line: Timeline, first: Ints, stages: Ints, in_flight: int, late_weights: int) -> None:
-    """Place every op in the order of time; device d holds ``stages[first[d]:first[d + 1]]``."""
-    wake = [(0.0, line.device_of[0])]
-    while wake:
-        now, d = heappop(wake)
-        if now < line.devices[d]["free_us"]:
-            continue
-        kind, s = _choose(line, stages[first[d] : first[d + 1]], d, now, in_flight, late_weights)
-        if kind == NONE:
-            continue
-        if kind == W:
-            place_weight(line, d)
-        else:
-            place(line, kind, s, now)
-        free_us = line.devices[d]["free_us"]
-        heappush(wake, (free_us, d))
-        fed = s + 1 if kind == F else s - 1
-        if kind != W and 0 <= fed < len(line.device_of):
-            near = line.device_of[fed]
-            arrival_us = free_us + line.costs[kind, fed]["delay_us"]
-            heappush(wake, (max(arrival_us, line.devices[near]["free_us"]), near))
-
-
-@njit(cache=True)
-def _choose(line: Timeline, stages: Ints, d: int, now: float, in_flight: int, late_weights: int) -> tuple[int, int]:
-    """Kind and stage of what a free device with these stages runs now; the kind is NONE where it waits."""
-    rank, chosen, arrival_us = (line.end_us.shape[2], 0), (NONE, 0), np.inf
-    for kind in (B, F):
-        for s in stages:
-            i = line.placed[kind, s]
-            comes_us = input_us(line, kind, s)
-            if kind == F and s == 0 and in_flight <= i < line.end_us.shape[2]:
-                # The first F of a microbatch waits for the last B of one that flies.
-                flying = i - in_flight < line.placed[B, 0]
-                comes_us = line.end_us[B, 0, i - in_flight] if flying else np.nan
-            if np.isnan(comes_us):
-                continue
-            arrival_us = min(arrival_us, comes_us)
-            if comes_us <= now and (i, -s) < rank:
-                rank, chosen = (i, -s), (kind, s)
-        if chosen[0] != NONE:
-            break
-    pending = pending_weights(line, d)
-    if pending:
-        # A gap is long if the oldest W is done before the next op arrives.
-        s = pending_stage(line, d)
-        fills_gap = chosen[0] == NONE and now + line.costs[W, s]["duration_us"] <= arrival_us
-        if pending > late_weights or fills_gap:
-            return W, s
-    return chosen
+def _lists_without_budgets(problem: Problem) -> MemoryLists:
+    nothing = [0] * len(problem.stages)
+    return MemoryLists(problem.with_equal_units(), nothing, nothing, within_budgets=False)
 
 
 PLAYED_OPS = 15_000

@@ -5,7 +5,7 @@ is. How long a schedule takes depends on both to within a few: one microbatch to
 few, and devices are idle. So here both are searched for, on a problem with fewer microbatches where there are many.
 
 In the lists memory decides what leaves and, for each mode that recomputes, what is made anew
-(`solver.search.memory_lists`). Each kind gets its first numbers, and then they go on, the best first. At last numbers
+(`solver.lists.memory`). Each kind gets its first numbers, and then they go on, the best first. At last numbers
 are drawn at random.
 """
 
@@ -26,7 +26,7 @@ from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.by_stage import keep_what_fits
 from solver.limits import Cancel, Limits
-from solver.search.memory_lists import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, MemoryLists, Rules
+from solver.lists.memory import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, MemoryLists, Rules
 from solver.solution import OnSolution, Solution
 
 LATE_WEIGHTS = (1, 2, 4, 0, 8, 16)
@@ -61,7 +61,7 @@ PLAYED_PER_SECOND = 2_000_000
 class ListParameters:
     """Microbatches between their first F and their last B, and W left over.
 
-    The others are those of `solver.search.memory_lists.Rules`; `tail`, `planned` and `warm_up` are in microbatches for
+    The others are those of `solver.lists.memory.Rules`; `tail`, `planned` and `warm_up` are in microbatches for
     each stage.
     """
 

@@ -31,7 +31,7 @@ solver/search/annealing/kernel.py
 solver/search/annealing/search.py
 solver/search/in_flight.py
 solver/search/lns/model.py
-solver/search/memory_lists.py
+solver/lists/memory.py
 solver/search/modulo/beam.py
 solver/search/modulo/reservation_table.py
 """

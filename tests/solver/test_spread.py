@@ -24,10 +24,10 @@ from solver.bounds.spread import between_barriers_us
 from solver.build import build_schedule, peak_budgets, within_budgets
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.limits import Limits
+from solver.lists.spread import spread_lists
 from solver.scale import count_ops
 from solver.search.annealing.search import local_search
 from solver.search.lns.search import lns_search
-from solver.search.spread_lists import spread_lists
 from solver.searches import Search
 from solver.serial import known_budgets_bytes, serial_orders
 from solver.solution import Solution

@@ -13,7 +13,7 @@ from solver.build import build_schedule
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.exact.relaxation import proof_by_parts
 from solver.limits import Limits
-from solver.search.memory_lists import MemoryLists, Rules
+from solver.lists.memory import MemoryLists, Rules
 from solver.serial import impossible_budgets, known_budgets_bytes, serial_orders
 from solver.solution import Solution
 from solver.solve import solve

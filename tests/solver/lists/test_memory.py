@@ -12,8 +12,8 @@ from instances import HALF, WHOLE, instance, uniform
 from solver.bounds import lower_bound_us
 from solver.build import build_schedule
 from solver.limits import Limits
+from solver.lists.memory import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, MemoryLists, Rules
 from solver.search.in_flight import AGAIN, RESERVE, in_flight_search
-from solver.search.memory_lists import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, MemoryLists, Rules
 from solver.solution import Solution
 from tests.recomputing import FULL, LEAVES, random_pipeline, recomputing
 from tests.sample import some

@@ -128,8 +128,8 @@ class Rules(NamedTuple):
 
     At most `in_flight` microbatches are between their first F and their last B. At most `late_weights` W are left over
     on a device while it does other things; any number once no more than `tail` F of its first stage are left, so that
-    they fill the gaps between the last backwards. `ahead`: when C may run. `early`: backwards before its own at which
-    an activation may be reloaded; 0: when its gradient is on its way.
+    they fill the gaps between the last backwards (-1: never). `ahead`: when C may run. `early`: backwards before its
+    own at which an activation may be reloaded; 0: when its gradient is on its way.
 
     F go before B while fewer activations of a device are in flight than `stock` times those there are if no microbatch
     waits and no device is idle: the B that are put off fill the cool-down.
@@ -158,13 +158,17 @@ class Rules(NamedTuple):
 class MemoryLists:
     """List schedules of a problem whose stage s recomputes in mode ``modes[s]``, and offloads in mode ``out[s]``.
 
-    Both are indices into `Stage.choices`; with 0 the stage never does. The host must not be limited.
+    Both are indices into `Stage.choices`; with 0 the stage never does. The host must not be limited, unless nothing is
+    offloaded. `within_budgets`: False for schedules to which devices have no limit.
     """
 
-    def __init__(self, problem: Problem, modes: Sequence[int], out: Sequence[int]) -> None:
+    def __init__(
+        self, problem: Problem, modes: Sequence[int], out: Sequence[int], *, within_budgets: bool = True
+    ) -> None:
         self.problem = problem
         self.modes = np.array(modes, np.int64)
         self.out = np.array(out, np.int64)
+        self.within_budgets = within_budgets
         self._costs: dict[int, StageCosts] = {}
 
     def play(self, rules: Rules) -> State | None:
@@ -176,7 +180,10 @@ class MemoryLists:
 
     def _costs_of(self, behind: int) -> StageCosts:
         if behind not in self._costs:
-            self._costs[behind] = _stage_costs(self.problem, self.modes, self.out, behind)
+            costs = _stage_costs(self.problem, self.modes, self.out, behind)
+            if not self.within_budgets:
+                costs = costs._replace(budget_bytes=np.full_like(costs.budget_bytes, NO_LIMIT))
+            self._costs[behind] = costs
         return self._costs[behind]
 
     def makespan_us(self, rules: Rules) -> float:
