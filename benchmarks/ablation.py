@@ -95,11 +95,10 @@ CODE: dict[str, Sequence[str]] = {
     "ada-offload": [f"{PUBLISHED}ada_offload.py"],
     "repeated": ["solver/warm_starts.py:repeated_published lengthened _lengthened"],
     "even-warm-up": ["solver/warm_starts.py:zb_auto_of_whole_forwards"],
-    "within-memory": [f"{PUBLISHED}within_memory.py"],
     "by-stage": ["solver/by_stage.py"],
     "in-order": ["solver/microbatch_orders.py:likely_orders in_order"],
     "first-lists": [f"{SEARCH}in_flight.py:first_in_memory"],
-    "spread-lists": [f"{LISTS}spread.py"],
+    "priority-lists": [f"{LISTS}priority.py"],
     "floor": ["solver/serial.py"],
 }
 """The code of each part: files, folders, or functions and classes of a file. Some have code in common."""

@@ -20,8 +20,8 @@ COMPONENTS = {
     "start": (
         *("gpipe", "1f1b", "interleaved-1f1b", "seq1f1b", "slimpipe", "zb-h1", "zb-h2", "zb-auto", "zb-v"),
         *("v-min", "v-half", "v-zb", "gis", "gis-h", "po-h", "po-f", "dualpipe-v", "vocab-1", "vocab-2", "ada-offload"),
-        *("repeated", "unfilled", "even-warm-up", "within-memory", "by-stage", "in-order", "first-lists"),
-        *("spread-lists", "floor"),
+        *("repeated", "unfilled", "even-warm-up", "by-stage", "in-order", "first-lists"),
+        *("priority-lists", "floor"),
     ),
 }
 """Their names by kind. Those of starts are words of the names in `solver.warm_starts`: a published schedule, or how."""

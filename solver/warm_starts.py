@@ -26,11 +26,10 @@ from solver.bounds.whole_forwards import forwards_before_first_backward
 from solver.build import within_budgets
 from solver.by_stage import ByStage, choices, keep_what_fits
 from solver.kernels import WARM, are_ready, is_marked
-from solver.lists.spread import spread_lists
+from solver.lists.priority import list_orders, rules_for
 from solver.methods import METHODS, refuse_unsupported
 from solver.microbatch_orders import in_order, likely_orders, with_own_numbers
 from solver.published.v_family import v_zb
-from solver.published.within_memory import one_f_one_b_within_memory
 from solver.published.zb_auto import zb_auto
 from solver.scale import count_ops
 from solver.serial import serial_orders
@@ -125,6 +124,9 @@ WITH_KERNELS = (
 )
 """The others, by what they take for 400,000 ops: from 0.2 s to 11. Where transfers are planned, few take no less."""
 
+MOST_LISTED_OPS = 60_000
+"""Ops up to which list schedules are made one op at a time, in two seconds each."""
+
 LEAST_S = 0.5
 """Processor time that they get however short the limit is: those of small problems need less."""
 
@@ -184,11 +186,12 @@ def starts(
     With modes for every choice of one variant a stage, with a free order of microbatches for every likely one.
     """
     able = [(name, make) for name, make in _published() if _is_able(name, problem)]
-    if adapts_to_memory and _may_need_to_fit(problem):
-        able.append(("1f1b, within-memory", one_f_one_b_within_memory))
+    lists = [("priority-lists", partial(list_orders, rule=rule)) for rule in rules_for(problem)]
+    if problem.spread or problem.gates:
+        yield from ((name, partial(make, problem)) for name, make in lists if name not in without)
+    elif adapts_to_memory and _may_need_to_fit(problem):
+        able += lists
     able = [(name, make) for name, make in able if without.isdisjoint(name.split(", "))]
-    if (problem.spread or problem.gates) and "spread-lists" not in without:
-        yield from (("spread-lists", make) for make in spread_lists(problem))
     if not problem.has_modes or problem.spread:
         yield from ((name, partial(make, problem)) for name, make in able)
         if problem.has_free_order and "in-order" not in without:
@@ -216,10 +219,9 @@ def _is_able(name: str, problem: Problem) -> bool:
 
 def _may_need_to_fit(problem: Problem) -> bool:
     """True if memory counts and no published method fits schedules to it: of `ada-offload` all is split and whole."""
-    if problem.spread or problem.gates:
-        return False
     limited = any(device.memory_bytes is not None for device in problem.devices)
-    return limited and not (problem.has_equal_microbatches and all(stage.split_backward for stage in problem.stages))
+    fitted = problem.has_equal_microbatches and all(stage.split_backward for stage in problem.stages)
+    return limited and not fitted and count_ops(problem) <= MOST_LISTED_OPS
 
 
 def best_of_uniform_choices(problem: Problem) -> dict[str, Solution]:

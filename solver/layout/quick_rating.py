@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
+from functools import cached_property, partial
 from math import inf
 from typing import Self
 
@@ -17,7 +16,7 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import within_budgets
 from solver.limits import Cancel, Limits
-from solver.lists.spread import spread_lists
+from solver.lists.priority import RULES, list_orders
 from solver.methods import METHODS, published_orders
 from solver.search.in_flight import QUICK, QuickLists
 
@@ -68,7 +67,7 @@ class QuickRating:
     def complete(self) -> None:
         """Rate the problem by all its quick lists, of those with spread passes by the first."""
         if self.lists is None:
-            self._offer("spread-lists", next(spread_lists(self.problem)))
+            self._offer("priority-lists", lambda: list_orders(self.problem, RULES[0]))
             return
         self.lists.most = len(QUICK)
         self._take_lists(self.lists)
@@ -89,10 +88,10 @@ class QuickRating:
     def improve(self, limits: Limits) -> None:
         """Search for the numbers of the lists, and try the published schedules, as long as there is time."""
         if self.lists is None:
-            for make in islice(spread_lists(self.problem), 1, None):
+            for rule in RULES[1:]:
                 if limits.cancel.requested or limits.seconds >= limits.time_limit_s:
                     return
-                self._offer("spread-lists", make)
+                self._offer("priority-lists", partial(list_orders, self.problem, rule))
             return
         self.lists.improve(limits)
         self._take_lists(self.lists)

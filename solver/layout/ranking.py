@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 from optpipe.errors import DeadlockError, InfeasibleError, MethodError
@@ -32,8 +33,8 @@ from solver.layout.candidates import (
 from solver.layout.quick_rating import QuickRating
 from solver.layout.why import End, at_least_slower
 from solver.limits import Limits, until_interrupted
+from solver.lists.priority import RULES, list_orders
 from solver.process import SolverDiedError, solve_in_child
-from solver.published.within_memory import one_f_one_b_within_memory
 from solver.scale import costs_have_codes, count_ops
 from solver.searches import SEARCHES
 from solver.serial import serial_orders
@@ -184,8 +185,8 @@ def _with_some_schedule(judged: Sequence[Judged]) -> list[Judged]:
 
 
 def _some_solution(problem: Problem, bound_us: float) -> Solution | None:
-    """Orders that adapt to memory, or one microbatch after another; None where these do not keep the budgets."""
-    for method, make in (("1f1b within memory", one_f_one_b_within_memory), ("floor", serial_orders)):
+    """Orders of a list, or of one microbatch after another; None where these do not keep the budgets."""
+    for method, make in (("priority-lists", partial(list_orders, rule=RULES[0])), ("floor", serial_orders)):
         with suppress(MethodError, DeadlockError):
             orders = make(problem)
             if orders is not None and within_budgets(problem, orders, found := simulate(problem, orders)):

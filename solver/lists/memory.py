@@ -209,10 +209,11 @@ class MemoryLists:
             if not duplex or len(group) > 1:
                 channels += [served for served in (_by_kind(own) if duplex else (own,)) if len(served)]
         waits = WaitArray(*map(self._ops, state.waits[:pairs].T))
-        modes = np.select(
-            [state.held == KEPT, state.held == RELOADED], [0, self.out[:, None]], self.modes[:, None]
-        ).astype(np.int64)
-        return Orders(devices, waits, channels, modes if self.problem.has_modes else None)
+        if not self.problem.has_modes:
+            return Orders(devices, waits, channels)
+        held = [state.held == KEPT, state.held == RELOADED]
+        modes = np.select(held, [0, self.out[:, None]], self.modes[:, None]).astype(np.int64)
+        return Orders(devices, waits, channels, modes)
 
     def _planned_shares(self, in_flight: int, reserve: int) -> Floats:
         """The share of each stage's microbatches that is recomputed, the same on all stages of a device."""

@@ -24,7 +24,6 @@ solver/exact/states.py
 solver/published/pipe_offload.py
 solver/published/transfer_kernel.py
 solver/published/v_family.py
-solver/published/within_memory.py
 solver/published/zb_auto.py
 solver/published/zb_v.py
 solver/search/annealing/kernel.py

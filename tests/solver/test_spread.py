@@ -24,7 +24,7 @@ from solver.bounds.spread import between_barriers_us
 from solver.build import build_schedule, peak_budgets, within_budgets
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.limits import Limits
-from solver.lists.spread import spread_lists
+from solver.lists.priority import RULES, list_orders
 from solver.scale import count_ops
 from solver.search.annealing.search import local_search
 from solver.search.lns.search import lns_search
@@ -428,7 +428,7 @@ def test_windows_and_annealing_improve_lists_of_long_collectives_in_little_memor
     data = vocabulary(4, 16, lag_us=1)
     data["spread"][0]["kept_bytes"] = [1] * 4
     problem = limited(data, [2 * (4 - d) + 1 for d in range(4)])
-    lists = [make() for make in spread_lists(problem)]
+    lists = [list_orders(problem, rule) for rule in RULES]
     best = min(lists, key=lambda orders: simulate(problem, orders).value_us)
     for found in (in_windows, annealed):
         assert found(problem, best, work=1.0).value_us < simulate(problem, best).value_us
@@ -450,8 +450,8 @@ def test_a_weight_gradient_that_waits_for_a_pass_behind_its_own_backward() -> No
             barrier_us = max(times[f"T{d}.{i}"][1] for d in range(2))
             assert times[f"B1.{i}"][1] <= barrier_us <= times[f"W1.{i}"][0] - 4
     assert simulate(problem, floor).value_us >= schedule.value_us
-    for make in spread_lists(problem):
-        assert simulate(problem, make()).value_us >= schedule.value_us
+    for rule in RULES:
+        assert simulate(problem, list_orders(problem, rule)).value_us >= schedule.value_us
 
 
 @pytest.mark.parametrize("objective", ["makespan", "device_span"])
@@ -510,7 +510,7 @@ def test_lists_in_the_memory_of_vocab_2_and_of_1f1b(spare: int, fused: bool, bou
     """Figures of docs/concepts/spread.md: vocab-2 takes 1598 us, and no schedule less than 1557."""
     problem = limited(vocabulary(8, 128), [2 * (8 - d + spare) for d in range(8)], fused=fused)
     assert lower_bound_us(problem) == bound_us
-    assert min(simulate(problem, make()).value_us for make in spread_lists(problem)) == least_us
+    assert min(simulate(problem, list_orders(problem, rule)).value_us for rule in RULES) == least_us
 
 
 def test_little_memory_holds_back_what_waits_for_collectives() -> None:
@@ -525,7 +525,7 @@ def test_fused_backwards_of_the_last_microbatch_bound_the_cool_down() -> None:
     """
     problem = limited(vocabulary(16, 32), None, fused=True)
     assert lower_bound_us(problem) == 45 + 32 * 11 + 15 * 6
-    assert min(simulate(problem, make()).value_us for make in spread_lists(problem)) == 487
+    assert min(simulate(problem, list_orders(problem, rule)).value_us for rule in RULES) == 487
 
 
 def test_lists_of_stages_along_a_v_in_memory_of_few_microbatches() -> None:
@@ -543,8 +543,8 @@ def test_lists_of_stages_along_a_v_in_memory_of_few_microbatches() -> None:
     problem = Problem.from_data(data)
     floor = serial_orders(problem)
     assert floor is not None
-    for make in spread_lists(problem):
-        orders = make()
+    for rule in RULES:
+        orders = list_orders(problem, rule)
         simulation = simulate(problem, orders)
         assert within_budgets(problem, orders, simulation)
         assert simulation.value_us < simulate(problem, floor).value_us

@@ -1,4 +1,4 @@
-"""List schedules of problems with spread passes: each device runs the first ready op of a list of priorities.
+"""List schedules by priorities: each device runs the first ready op of a list, of passes and unequal units too.
 
 A device that is free takes, of the ops that are ready and fit into its memory, the one of highest priority; it waits
 for one of higher priority that is known to be ready soon. Orders of priorities and this patience are tried in turn.
@@ -7,10 +7,11 @@ Passes on which a forward or backward waits are urgent, all others as late as we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
+
+import numpy as np
 
 from optpipe.errors import MethodError
 from optpipe.ops import Op, OpArray, Orders
@@ -47,18 +48,34 @@ class _Queue:
         self.units: list[int] = problem.units_in_order(kind if kind in ("F", "B", "W", "BW") else "F").tolist()
         types = [graph.type_of(kind, place, 0, unit) for unit in self.units]
         self.duration_us: list[float] = graph.duration_us[types].tolist()
-        self.bytes: list[list[int]] = graph.device_bytes[types].tolist()
+        effects = graph.device_bytes[types]
+        changes = effects.sum(axis=1)
+        self.left_bytes: list[int] = changes.tolist()
+        self.needed_bytes: list[int] = np.maximum(effects[:, 0], changes).tolist()
         self.end_us: list[float | None] = [None] * problem.units
         self.next = 0
 
 
-def spread_lists(problem: Problem) -> Iterator[Callable[[], Orders]]:
-    """A maker of orders for each rule. It raises MethodError where memory lets no op run before all have.
+def rules_for(problem: Problem) -> Iterator[Rule]:
+    """The rules that may differ on a problem."""
+    there = "UFBWL" if problem.spread else "FBW"
+    yield from dict.fromkeys(
+        rule._replace(priorities="".join(letter for letter in rule.priorities if letter in there)) for rule in RULES
+    )
 
-    Measured for 8 devices and 128 microbatches: 0.2 s each, a time that grows with the ops.
+
+def list_orders(problem: Problem, rule: Rule) -> Orders:
+    """The orders by a rule. Raises MethodError where memory lets no op run before all have.
+
+    Measured for 8 devices and 128 microbatches with passes: 0.2 s, a time that grows with the ops.
     """
-    for rule in RULES:
-        yield partial(_List.orders_by, problem, rule)
+    made = _List(problem, rule)
+    while made.events:
+        time_us, device = heappop(made.events)
+        made.act(time_us, device)
+    if any(queue.next < len(queue.units) for queue in made.queues.values()):
+        raise MethodError("the list ends where memory lets no op run.")
+    return Orders.of_compute(OpArray.of(ops).numbered(problem.pass_names) for ops in made.compute)
 
 
 class _List:
@@ -89,7 +106,7 @@ class _List:
         self.free_us, self.held = [0.0 for _ in devices], [0 for _ in devices]
         self.budget = [device.memory_bytes for device in problem.devices]
         self.reserve = [
-            max((row[0] for queue in queues if queue.letter != "F" for row in queue.bytes), default=0)
+            max((size for queue in queues if queue.letter != "F" for size in queue.needed_bytes), default=0)
             for queues in self.of_device
         ]
         self.promised = [0 for _ in devices]
@@ -106,17 +123,6 @@ class _List:
                 found.add(n)
                 left += [lag.spread for lag in self.graph.passes[n].after]
         return found
-
-    @classmethod
-    def orders_by(cls, problem: Problem, rule: Rule) -> Orders:
-        """The orders by a rule."""
-        made = cls(problem, rule)
-        while made.events:
-            time_us, device = heappop(made.events)
-            made.act(time_us, device)
-        if any(queue.next < len(queue.units) for queue in made.queues.values()):
-            raise MethodError("the list ends where memory lets no op run.")
-        return Orders.of_compute(OpArray.of(ops).numbered(problem.pass_names) for ops in made.compute)
 
     def act(self, time_us: float, device: int) -> None:
         """Let a free device begin an op, or wait."""
@@ -136,18 +142,18 @@ class _List:
                 return
 
     def _fits(self, queue: _Queue, device: int) -> bool:
-        budget, (taken, _) = self.budget[device], queue.bytes[queue.next]
+        budget, needed = self.budget[device], queue.needed_bytes[queue.next]
         if budget is None:
             return True
         if queue.letter != "F" or queue.place != self.stages_of[device][0]:
-            return self.held[device] + taken <= budget
+            return self.held[device] + needed <= budget
         # A microbatch enters a device where there is room for all of its forwards there, and for any op behind them.
         held = self.held[device] + self.promised[device]
-        return held + max(taken, self._entering(device, queue.next) + self.reserve[device]) <= budget
+        return held + max(needed, self._entering(device, queue.next) + self.reserve[device]) <= budget
 
     def _entering(self, device: int, number: int) -> int:
         """Bytes that the forwards of a microbatch leave on a device."""
-        return sum(sum(self.queues["F", s].bytes[number]) for s in self.stages_of[device])
+        return sum(self.queues["F", s].left_bytes[number] for s in self.stages_of[device])
 
     def _ready_us(self, queue: _Queue) -> float | None:
         """When the next op of a queue may start; None where that is not known yet."""
@@ -187,7 +193,7 @@ class _List:
     def _begin(self, queue: _Queue, device: int, time_us: float) -> None:
         i, duration_us = queue.units[queue.next], queue.duration_us[queue.next]
         end_us = time_us + duration_us
-        left = sum(queue.bytes[queue.next])
+        left = queue.left_bytes[queue.next]
         self.held[device] += left
         if queue.letter == "F":
             enters = queue.place == self.stages_of[device][0]
