@@ -127,9 +127,9 @@ class Rules(NamedTuple):
     """Limits and priorities by which a list schedule takes what is ready.
 
     At most `in_flight` microbatches are between their first F and their last B. At most `late_weights` W are left over
-    on a device while it does other things; any number once no more than `tail` F of its first stage are left, so that
-    they fill the gaps between the last backwards (-1: never). `ahead`: when C may run. `early`: backwards before its
-    own at which an activation may be reloaded; 0: when its gradient is on its way.
+    on a device while it does other things; any number once its first stage has no more than `tail` F left for each
+    stage of the model, so that they fill the gaps between the last backwards (-1: never). `ahead`: when C may run.
+    `early`: backwards before its own at which an activation may be reloaded; 0: when its gradient is on its way.
 
     F go before B while fewer activations of a device are in flight than `stock` times those there are if no microbatch
     waits and no device is idle: the B that are put off fill the cool-down.
@@ -139,20 +139,22 @@ class Rules(NamedTuple):
 
     An activation is kept only where there is room beside it for `behind` microbatches that are recomputed: without it
     devices wait for memory. Where `reserve` is at least 0, a plan decides instead which are recomputed: of the
-    microbatches that a device has in flight, the share that leaves room for `reserve` more.
+    microbatches that a device has in flight, the share that leaves room for `reserve` more. The plan may be made for
+    fewer in flight than there are, `planned` for each stage of the model (0: `in_flight`); the first `warm_up` for each
+    stage are then recomputed as well.
     """
 
     in_flight: int
     late_weights: int
-    tail: int = 0
+    tail: float = 0
     ahead: int = ON_ITS_WAY
     behind: int = 0
     early: int = 0
     reserve: int = -1
-    hold: float = 0.0
-    planned: int = 0
-    warm_up: int = 0
-    stock: float = 0.0
+    hold: float = 0
+    planned: float = 0
+    warm_up: float = 0
+    stock: float = 0
 
 
 class MemoryLists:
@@ -173,10 +175,15 @@ class MemoryLists:
 
     def play(self, rules: Rules) -> State | None:
         """The state with all ops placed by these rules; None if a device is left with ops that never fit its budget."""
-        state = self._begin()
-        planned = rules.planned or rules.in_flight
-        shares = self._planned_shares(planned, rules.reserve) if rules.reserve >= 0 else np.zeros(0)
-        return state if _run(self._costs_of(rules.behind), state, rules, shares) else None
+        state, shares = self._begin(), np.zeros(0)
+        tail, planned, warm_up = (round(n * len(self.modes)) for n in (rules.tail, rules.planned, rules.warm_up))
+        if rules.reserve >= 0:
+            shares = self._planned_shares(planned or rules.in_flight, rules.reserve)
+        # Of one type each: numba compiles for every other.
+        counted = rules._replace(
+            tail=tail, planned=planned, warm_up=warm_up, hold=float(rules.hold), stock=float(rules.stock)
+        )
+        return state if _run(self._costs_of(rules.behind), state, counted, shares) else None
 
     def _costs_of(self, behind: int) -> StageCosts:
         if behind not in self._costs:

@@ -56,28 +56,6 @@ MOST_LATE_WEIGHTS = 12
 PLAYED_PER_SECOND = 2_000_000
 """Compute ops placed with their copies in a second, and so in a unit of work (one core)."""
 
-
-@dataclass(frozen=True)
-class ListParameters:
-    """Microbatches between their first F and their last B, and W left over.
-
-    The others are those of `solver.lists.memory.Rules`; `tail`, `planned` and `warm_up` are in microbatches for
-    each stage.
-    """
-
-    in_flight: int
-    late_weights: int
-    tail: float = 1
-    hold: float = 0
-    ahead: int = ON_ITS_WAY
-    behind: int = 0
-    early: int = 0
-    reserve: int = -1
-    planned: float = 0
-    warm_up: float = 0
-    stock: float = 0
-
-
 Changes = Sequence[Mapping[str, Any]]
 """Fields of a choice that are tried beside its numbers, one entry after another."""
 
@@ -104,18 +82,18 @@ class ListScheduler:
         self.problem = problem
         again = [*AGAIN, *RESERVE] if any(modes) else []
         self.changes: Changes = [*STOCK, *HOLD, *again, *TAIL, *(EARLY if any(out) else [])]
-        self.first = ListParameters(min(len(problem.stages), problem.units), LATE_WEIGHTS[0])  # memory stops the others
+        self.first = Rules(min(len(problem.stages), problem.units), LATE_WEIGHTS[0], tail=1)  # memory stops the others
         if planned:
             self.changes = [*HOLD, *RESERVE, *TAIL]
-            self.first = replace(self.first, in_flight=min(2 * len(problem.stages), problem.units), **PLANNED)
+            self.first = self.first._replace(in_flight=min(2 * len(problem.stages), problem.units), **PLANNED)
         self.lists = MemoryLists(problem, modes, out)
 
-    def orders(self, choice: ListParameters) -> Orders | None:
+    def orders(self, choice: Rules) -> Orders | None:
         """The orders of a choice; None where memory has no room for them."""
-        orders = self.lists.orders(self._rules(choice))
+        orders = self.lists.orders(choice)
         return None if orders is None else keep_what_fits(self.problem, orders)
 
-    def tried(self, choice: ListParameters) -> tuple[float, Orders | None]:
+    def tried(self, choice: Rules) -> tuple[float, Orders | None]:
         """The value of a choice, infinite where memory has no room for it; with its orders, if they had to be made.
 
         A makespan is that which is planned, not below that of the orders.
@@ -123,14 +101,7 @@ class ListScheduler:
         if self.problem.objective != "makespan":
             orders = self.orders(choice)
             return (inf if orders is None else _value_us(self.problem, orders)), orders
-        return self.lists.makespan_us(self._rules(choice)), None
-
-    def _rules(self, choice: ListParameters) -> Rules:
-        tail = round(choice.tail * len(self.problem.stages))
-        planned, warm_up = (round(share * len(self.problem.stages)) for share in (choice.planned, choice.warm_up))
-        numbers = choice.in_flight, choice.late_weights, tail
-        memory = choice.ahead, choice.behind, choice.early, choice.reserve
-        return Rules(*numbers, *memory, float(choice.hold), planned, warm_up, float(choice.stock))
+        return self.lists.makespan_us(choice), None
 
 
 Kind = Callable[[Problem], ListScheduler]
@@ -143,7 +114,7 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
     short = problem.with_microbatches(few) if few < problem.microbatches else problem
     best = start
 
-    def offer(kind: Kind, evaluations: Evaluations, choice: ListParameters) -> None:
+    def offer(kind: Kind, evaluations: Evaluations, choice: Rules) -> None:
         nonlocal best
         orders = evaluations.orders_of(choice) if short is problem else kind(problem).orders(choice)
         value_us = inf if orders is None else _value_us(problem, orders)
@@ -151,7 +122,7 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
             best = replace(start, orders=orders, value_us=value_us)
             on_solution(best)
 
-    runs: list[tuple[float, int, Kind, Evaluations, Iterator[ListParameters]]] = []
+    runs: list[tuple[float, int, Kind, Evaluations, Iterator[Rules]]] = []
     for k, (name, kind) in enumerate(_kinds(problem)):
         if name in limits.without:
             continue
@@ -187,9 +158,9 @@ def first_in_memory(problem: Problem) -> Orders | None:
     return None
 
 
-def _with_fewer(choice: ListParameters) -> ListParameters:
+def _with_fewer(choice: Rules) -> Rules:
     """The choice with a quarter fewer microbatches in flight."""
-    return replace(choice, in_flight=choice.in_flight - max(1, choice.in_flight // 4))
+    return choice._replace(in_flight=choice.in_flight - max(1, choice.in_flight // 4))
 
 
 def list_kinds(problem: Problem) -> list[str]:
@@ -282,13 +253,13 @@ class QuickLists:
         stages, units = len(problem.stages), problem.units
         for number, change in enumerate(QUICK[: self.most]):
             in_flight = min(round(change["in_flight"] * stages), units)
-            choice = replace(first, **{**change, "in_flight": in_flight})
+            choice = first._replace(**{**change, "in_flight": in_flight})
             while evaluations.value_us(choice) == inf and choice.in_flight > 1 and not number:
                 choice = _with_fewer(choice)
         return evaluations.value_us(evaluations.best)
 
 
-def improving(evaluations: Evaluations) -> Iterator[ListParameters]:
+def improving(evaluations: Evaluations) -> Iterator[Rules]:
     """Choices, each the best so far.
 
     The first number in flight is lowered until memory has room. Changes are tried with it, and once more with the best.
@@ -302,18 +273,18 @@ def improving(evaluations: Evaluations) -> Iterator[ListParameters]:
     best_us, step = inf, max(1, choice.in_flight // 8)
     in_flight, choice = choice.in_flight, _changed(evaluations, choice)
     for late_weights in LATE_WEIGHTS:
-        like = replace(choice, late_weights=late_weights)
-        own_us = evaluations.value_us(replace(like, in_flight=in_flight))
+        like = choice._replace(late_weights=late_weights)
+        own_us = evaluations.value_us(like._replace(in_flight=in_flight))
         while step and not evaluations.spent:
             beside = [n for n in (in_flight + step, in_flight - step) if 1 <= n <= most]
-            values_us = [evaluations.value_us(replace(like, in_flight=n)) for n in beside]
+            values_us = [evaluations.value_us(like._replace(in_flight=n)) for n in beside]
             if values_us and min(values_us) < own_us:
                 own_us = min(values_us)
                 in_flight = beside[values_us.index(own_us)]
             else:
                 step //= 2
         if own_us < best_us:
-            choice = _changed(evaluations, replace(like, in_flight=in_flight))
+            choice = _changed(evaluations, like._replace(in_flight=in_flight))
             best_us = evaluations.value_us(choice)
             yield choice
         if evaluations.spent:
@@ -321,7 +292,7 @@ def improving(evaluations: Evaluations) -> Iterator[ListParameters]:
         step = 2  # another number of W moves the best number in flight by about as many
 
 
-def varied(evaluations: Evaluations) -> Iterator[ListParameters]:
+def varied(evaluations: Evaluations) -> Iterator[Rules]:
     """Choices, each the best so far, drawn at random with some of the numbers of the best one.
 
     How long a list schedule takes is a rough function of its numbers: of many choices near a good one some are better
@@ -340,7 +311,7 @@ def varied(evaluations: Evaluations) -> Iterator[ListParameters]:
                 yield choice
 
 
-def _varied(choice: ListParameters, lists: ListScheduler, rng: np.random.Generator) -> ListParameters:
+def _varied(choice: Rules, lists: ListScheduler, rng: np.random.Generator) -> Rules:
     """A choice with new numbers, each with probability `REDRAWN`; of those with changes half are as at first."""
     drawn: dict[str, Any] = {
         "in_flight": min(max(1, round(choice.in_flight * rng.uniform(0.6, 1.5))), lists.problem.units),
@@ -351,13 +322,13 @@ def _varied(choice: ListParameters, lists: ListScheduler, rng: np.random.Generat
         drawn[name] = tried[int(rng.integers(len(tried)))] if rng.random() < 0.5 else getattr(lists.first, name)
     if "stock" in drawn:
         drawn["stock"] = float(rng.uniform(0.5, 2.2))
-    return replace(choice, **{name: value for name, value in drawn.items() if rng.random() < REDRAWN})
+    return choice._replace(**{name: value for name, value in drawn.items() if rng.random() < REDRAWN})
 
 
-def _changed(evaluations: Evaluations, choice: ListParameters) -> ListParameters:
+def _changed(evaluations: Evaluations, choice: Rules) -> Rules:
     """A choice with each change that makes it better."""
     for change in evaluations.lists.changes:
-        choice = min(choice, replace(choice, **change), key=evaluations.value_us)
+        choice = min(choice, choice._replace(**change), key=evaluations.value_us)
     return choice
 
 
@@ -368,11 +339,11 @@ class Evaluations:
     lists: ListScheduler
     limits: Limits
     played: int = 0
-    _known: dict[ListParameters, float] = field(default_factory=dict)
-    _best: tuple[ListParameters, Orders] | None = None
+    _known: dict[Rules, float] = field(default_factory=dict)
+    _best: tuple[Rules, Orders] | None = None
 
     @property
-    def best(self) -> ListParameters:
+    def best(self) -> Rules:
         """The best choice tried, the first of several; the first of its lists where none was."""
         return min(self._known, key=self._known.__getitem__, default=self.lists.first)
 
@@ -386,7 +357,7 @@ class Evaluations:
             self.limits.seconds >= self.limits.time_limit_s if work is None else self.played >= work * PLAYED_PER_SECOND
         )
 
-    def value_us(self, choice: ListParameters) -> float:
+    def value_us(self, choice: Rules) -> float:
         """Value of a choice; infinite where memory has no room for it, or there is no time left to find out."""
         if choice not in self._known:
             if self.spent:
@@ -399,7 +370,7 @@ class Evaluations:
             self._known[choice] = value_us
         return self._known[choice]
 
-    def orders_of(self, choice: ListParameters) -> Orders | None:
+    def orders_of(self, choice: Rules) -> Orders | None:
         """Orders of a choice."""
         return self._best[1] if self._best and self._best[0] == choice else self.lists.orders(choice)
 

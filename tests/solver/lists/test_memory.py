@@ -52,8 +52,8 @@ def test_with_copies_every_choice_is_valid_and_ends_as_planned(number: int) -> N
         problem, [0] * len(problem.stages), [int(stage.offload is not None) for stage in problem.stages]
     )
     copies = 0
-    early = product((1, 3, 9), (0, 3), (0, 6), (ON_ITS_WAY,), (0,), (0, 1, 3))
-    stocked = (Rules(*numbers, stock=stock) for *numbers, stock in product((3, 9), (0, 3), (0, 6), (0.7, 1.3)))
+    early = product((1, 3, 9), (0, 3), (0, 1.5), (ON_ITS_WAY,), (0,), (0, 1, 3))
+    stocked = (Rules(*numbers, stock=stock) for *numbers, stock in product((3, 9), (0, 3), (0, 1.5), (0.7, 1.3)))
     for rules in (*(Rules(*numbers) for numbers in early), *stocked):
         orders = lists.orders(rules)
         if orders is None:
@@ -69,7 +69,7 @@ def test_a_stock_of_activations_shortens_the_cool_down() -> None:
     problem = instance("d-p16-m32-o1-mo1-b1o4-interleaved4-make-pairs")
     lists = MemoryLists(problem, [0] * 64, [1] * 64)
     without_us, with_us = (
-        min(lists.makespan_us(Rules(n, 7, tail, stock=stock)) for n, tail in product((20, 22, 24, 32), (0, 8)))
+        min(lists.makespan_us(Rules(n, 7, tail, stock=stock)) for n, tail in product((20, 22, 24, 32), (0, 0.125)))
         for stock in (0.0, 1.85)
     )
     assert with_us < 0.96 * without_us
@@ -78,7 +78,7 @@ def test_a_stock_of_activations_shortens_the_cool_down() -> None:
 def test_every_way_to_hold_an_activation_is_used_where_memory_is_short() -> None:
     problem = offloading_or_recomputing(8, 24)
     lists = MemoryLists(problem, [2] * 7 + [1], [1] * 7 + [0])
-    for rules in (Rules(8, 1, behind=4), Rules(8, 1, tail=8, reserve=3)):
+    for rules in (Rules(8, 1, behind=4), Rules(8, 1, tail=1, reserve=3)):
         orders = lists.orders(rules)
         assert orders is not None
         assert orders.modes is not None
@@ -102,7 +102,8 @@ def test_the_first_are_recomputed_and_those_behind_by_a_plan_for_fewer_in_flight
     problem = recomputing(4, 40, [LIGHT], 25, backward_weight_bytes=4)
     recomputed = {}
     for planned in (4, 10):
-        orders = MemoryLists(problem, [1] * 4, [0] * 4).orders(Rules(10, 1, reserve=1, planned=planned, warm_up=8))
+        rules = Rules(10, 1, reserve=1, planned=planned / 4, warm_up=2)
+        orders = MemoryLists(problem, [1] * 4, [0] * 4).orders(rules)
         assert orders is not None
         assert orders.modes is not None
         recomputed[planned] = orders.modes

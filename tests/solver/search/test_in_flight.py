@@ -13,11 +13,11 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import build_schedule, within_budgets
 from solver.limits import Cancel, Limits
+from solver.lists.memory import Rules
 from solver.methods import METHODS, published_orders
 from solver.search.in_flight import (
     LATE_WEIGHTS,
     Evaluations,
-    ListParameters,
     ListScheduler,
     first_in_memory,
     improving,
@@ -61,7 +61,7 @@ def test_the_steps_lead_close_to_the_best_of_all_numbers(problem: Problem) -> No
     (*_, choice) = improving(evaluations)
     every = Evaluations(lists, Limits(deterministic_limit=inf))
     numbers = range(1, problem.units + 1)
-    best_us = min(every.value_us(ListParameters(n, late)) for n, late in product(numbers, LATE_WEIGHTS))
+    best_us = min(every.value_us(Rules(n, late, tail=1)) for n, late in product(numbers, LATE_WEIGHTS))
     assert evaluations.value_us(choice) <= 1.05 * best_us
     assert evaluations.played < every.played
 
@@ -78,7 +78,7 @@ def test_many_microbatches_take_the_choice_of_few() -> None:
 def test_a_good_start_waits_for_a_better_choice_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Orders of a million ops take seconds to make and to judge."""
     problem, bound_us = uniform(8, 32, budget=8, offload=HALF), 1e6
-    made: list[ListParameters] = []
+    made: list[Rules] = []
     make = ListScheduler.orders
     monkeypatch.setattr(ListScheduler, "orders", lambda lists, choice: made.append(choice) or make(lists, choice))
     first = ListScheduler(problem, [0] * 8, [1] * 7 + [0]).first
