@@ -1,10 +1,9 @@
 """Compiled timelines of list schedulers: when inputs arrive, what memory holds, and ops placed one after another.
 
-A list scheduler decides which F, B or W a device runs next; the rest is the same for all of them and stands here. A
-`Timeline` is for those that build orders from nothing (Zero Bubble's heuristics, microbatches in flight).
-`follow_plan` is for those that have an order for every device and let ops run ahead of it (V schedules, the ends of
-repeated blocks). Schedulers without offload place nothing else, so a level of memory for each device is enough; with
-copies next to the compute stream `solver.published.transfer_kernel` plays events instead.
+A `Timeline` is for schedulers that build orders from nothing (Zero Bubble's heuristics): they decide which F or B a
+device runs next, the rest is the same for all of them and stands here. Nothing leaves a device, so a level of memory
+for each is enough. `solver.plan_player` is for those that have an order for every device and let ops run ahead of it,
+`solver.published.transfer_kernel` for copies beside such an order.
 """
 
 from __future__ import annotations
@@ -180,15 +179,49 @@ def pending_weights(line: Timeline, d: int) -> int:
 
 
 @njit(cache=True)
-def pending_stage(line: Timeline, d: int) -> int:
-    """The stage of the oldest W that is left on a device; there must be one."""
-    return int(line.pending[d, line.devices[d]["pending_begin"]])
-
-
-@njit(cache=True)
 def place_weight(line: Timeline, d: int) -> None:
     """Place the oldest W that is left on a device at once."""
     s = line.pending[d, line.devices[d]["pending_begin"]]
     line.devices[d]["pending_begin"] += 1
     line.devices[d]["pending_bytes"] -= line.costs[W, s]["change_bytes"]
     place(line, W, s, line.devices[d]["free_us"])
+
+
+class Spans(NamedTuple):
+    """By device the time of all its ops, and the span that an earlier run grants it (negative without one)."""
+
+    work_us: Floats
+    granted_us: Floats
+
+
+@njit(cache=True)
+def place_after_weights(line: Timeline, spans: Spans, kind: int, s: int, may_fill: bool, gap_share: float) -> None:
+    """Place the next F or B of a stage, whose input is placed, behind the W that go before it.
+
+    A W goes where there is no room without it, and where its device would idle for at least as long. One more goes
+    where a smaller gap would make the device's span the largest, if it `may_fill` one, or where the gap is at least
+    `gap_share` of its time.
+    """
+    d, arrival_us = line.device_of[s], input_us(line, kind, s)
+    while pending_weights(line, d):
+        gap_us = arrival_us - line.devices[d]["free_us"]
+        weight_us = line.costs[W, line.pending[d, line.devices[d]["pending_begin"]]]["duration_us"]
+        if fits(line, kind, s) and gap_us < weight_us:
+            if gap_us > 0 and (gap_us >= gap_share * weight_us or (may_fill and gap_us > _slack_us(line, spans, d))):
+                place_weight(line, d)
+            break
+        place_weight(line, d)
+    place_next(line, kind, s)
+
+
+@njit(cache=True)
+def _slack_us(line: Timeline, spans: Spans, d: int) -> float:
+    """Time for which a device may idle before its span is the largest, or uses up what an earlier run grants."""
+    largest_us = 0.0
+    for other in range(len(line.devices)):
+        largest_us = max(largest_us, spans.work_us[other] + line.devices[other]["idle_us"])
+    idle_us = line.devices[d]["idle_us"]
+    slack_us = max(largest_us - (spans.work_us[d] + idle_us), 0.0)
+    if spans.granted_us[d] >= 0:
+        slack_us = max(slack_us, spans.granted_us.max() - spans.granted_us[d] - idle_us)
+    return float(slack_us)

@@ -31,14 +31,15 @@ from solver.timeline import (
     NONE,
     B,
     F,
+    Spans,
     Timeline,
-    W,
     can_follow,
     empty_timeline,
     fits,
     input_us,
     op_costs,
     pending_weights,
+    place_after_weights,
     place_next,
     place_weight,
     timeline_orders,
@@ -62,9 +63,10 @@ def zb_auto(problem: Problem, forwards: Sequence[int] | None = None) -> Orders:
             )
     finished = []
     given = np.array([] if forwards is None else forwards, np.int64)
+    idle = Spans(np.zeros(len(problem.devices)), np.full(len(problem.devices), -1.0))  # idle times count, not spans
     for switches in product((False, True), repeat=3):
         line = empty_timeline(problem, costs)
-        if (forwards is None or not switches[0]) and _run(line, given, *switches):
+        if (forwards is None or not switches[0]) and _run(line, idle, given, *switches):
             finished.append(timeline_orders(problem, line))
     if not finished:
         raise MethodError(
@@ -82,10 +84,10 @@ def _room_bytes(stage: Stage) -> tuple[int, int, int]:
 
 
 @njit(cache=True)
-def _run(line: Timeline, given: Ints, even: bool, by_time: bool, fill: bool) -> bool:
+def _run(line: Timeline, spans: Spans, given: Ints, even: bool, by_time: bool, fill: bool) -> bool:
     """One run under given switches; False where an op finds no room."""
     _warm_up(line, given, even)
-    finished = _by_time(line, fill) if by_time else _by_rounds(line, fill)
+    finished = _by_time(line, spans, fill) if by_time else _by_rounds(line, spans, fill)
     if finished:
         for d in range(len(line.devices)):
             while pending_weights(line, d):
@@ -149,7 +151,7 @@ def _lead(line: Timeline, s: int) -> bool:
 
 
 @njit(cache=True)
-def _by_rounds(line: Timeline, fill: bool) -> bool:
+def _by_rounds(line: Timeline, spans: Spans, fill: bool) -> bool:
     """One F on every stage, first to last, then one B on every stage, last to first. False when stuck."""
     stages, total = line.end_us.shape[1], line.end_us[B].size
     while line.placed[B].sum() < total:
@@ -157,7 +159,7 @@ def _by_rounds(line: Timeline, fill: bool) -> bool:
         for turn in range(2 * stages):
             s, kind = (turn, F) if turn < stages else (2 * stages - 1 - turn, B)
             if can_follow(line, kind, s):
-                _place_after_weights(line, kind, s, fill)
+                place_after_weights(line, spans, kind, s, True, 0.5 if fill else 1.0)
                 moved = True
         if not moved:
             return False
@@ -165,7 +167,7 @@ def _by_rounds(line: Timeline, fill: bool) -> bool:
 
 
 @njit(cache=True)
-def _by_time(line: Timeline, fill: bool) -> bool:
+def _by_time(line: Timeline, spans: Spans, fill: bool) -> bool:
     """Always the op that can start first; at equal times B before F, B of late and F of early stages first.
 
     False when stuck.
@@ -183,7 +185,7 @@ def _by_time(line: Timeline, fill: bool) -> bool:
         kind = kinds[s]
         if kind == NONE:
             return False
-        _place_after_weights(line, kind, s, fill)
+        place_after_weights(line, spans, kind, s, True, 0.5 if fill else 1.0)
         left -= kind == B
         fed = s + 1 if kind == F else s - 1
         for changed in (s, fed):
@@ -202,20 +204,3 @@ def _first_choice(line: Timeline, s: int) -> tuple[float, int]:
             if its_start < start:
                 start, chosen = its_start, kind
     return start, chosen
-
-
-@njit(cache=True)
-def _place_after_weights(line: Timeline, kind: int, s: int, fill: bool) -> None:
-    """Place the next F or B of stage `s`, behind the W that should go before it."""
-    d = line.device_of[s]
-    arrival_us, weight_us = input_us(line, kind, s), line.costs[W, s]["duration_us"]
-    while pending_weights(line, d) and not fits(line, kind, s):
-        place_weight(line, d)
-    while pending_weights(line, d) and arrival_us - line.devices[d]["free_us"] >= weight_us:
-        place_weight(line, d)
-    gap_us = arrival_us - line.devices[d]["free_us"]
-    if pending_weights(line, d) and gap_us > 0:
-        largest_idle_us = line.devices["idle_us"].max()
-        if (fill and 2 * gap_us >= weight_us) or line.devices[d]["idle_us"] + gap_us > largest_idle_us:
-            place_weight(line, d)
-    place_next(line, kind, s)

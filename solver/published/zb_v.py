@@ -18,7 +18,6 @@ Costs, delays and budgets are each stage's and device's own.
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -32,26 +31,19 @@ from solver.timeline import (
     B,
     F,
     Records,
+    Spans,
     Timeline,
-    W,
     can_follow,
     empty_timeline,
     fits,
     input_us,
     op_costs,
-    pending_stage,
     pending_weights,
+    place_after_weights,
     place_next,
     place_weight,
     timeline_orders,
 )
-
-
-class _Spans(NamedTuple):
-    """By device the time of all its ops, and the span that an earlier run grants it (negative without one)."""
-
-    work_us: Floats
-    granted_us: Floats
 
 
 def zb_v(problem: Problem) -> Orders:
@@ -76,7 +68,7 @@ def _repeated(problem: Problem, costs: Records, in_forward: bool, in_backward: b
     largest_us = np.inf
     while True:
         run = empty_timeline(problem, costs)
-        _run(run, _Spans(work_us, granted_us), in_forward, in_backward)
+        _run(run, Spans(work_us, granted_us), in_forward, in_backward)
         spans_us: Floats = work_us + run.devices["idle_us"]
         if runs and (not _is_finished(run) or spans_us.max() >= largest_us):
             return runs
@@ -108,7 +100,7 @@ def _shortage(problem: Problem, run: Timeline) -> str:
 
 
 @njit(cache=True)
-def _run(line: Timeline, spans: _Spans, in_forward: bool, in_backward: bool) -> None:
+def _run(line: Timeline, spans: Spans, in_forward: bool, in_backward: bool) -> None:
     """Place the ops of all devices, as far as that goes on."""
     _first_microbatch(line)
     _forwards_in_turn(line)
@@ -187,7 +179,7 @@ def _behind(line: Timeline, d: int) -> bool:
 
 
 @njit(cache=True)
-def _round(line: Timeline, spans: _Spans, in_forward: bool, in_backward: bool) -> bool:
+def _round(line: Timeline, spans: Spans, in_forward: bool, in_backward: bool) -> bool:
     """One backward, then one forward on every device that has one; False where no device has."""
     devices = len(line.devices)
     backward = np.empty(devices, np.int64)
@@ -202,8 +194,10 @@ def _round(line: Timeline, spans: _Spans, in_forward: bool, in_backward: bool) -
         if kind == B and (backward[d] == d) != (turn < devices):
             continue
         s = backward[d] if kind == B else _next(line, d, F)
-        may_fill = in_forward if kind == F else in_backward or s == d
-        moved = _place_after_weights(line, spans, kind, s, may_fill) or moved
+        if can_follow(line, kind, s):
+            may_fill = in_forward if kind == F else in_backward or s == d
+            place_after_weights(line, spans, kind, s, may_fill, 1.0)
+            moved = True
     return moved
 
 
@@ -213,33 +207,3 @@ def _next(line: Timeline, d: int, kind: int) -> int:
     far = line.end_us.shape[1] - 1 - d
     out, back = (d, far) if kind == F else (far, d)
     return out if np.isnan(input_us(line, kind, back)) else back
-
-
-@njit(cache=True)
-def _place_after_weights(line: Timeline, spans: _Spans, kind: int, s: int, may_fill: bool) -> bool:
-    """Place the next F or B of a stage, behind the W that go before it; False where it has no input or no room."""
-    if not can_follow(line, kind, s):
-        return False
-    d, arrival_us = line.device_of[s], input_us(line, kind, s)
-    while pending_weights(line, d):
-        gap_us = arrival_us - line.devices[d]["free_us"]
-        if fits(line, kind, s) and gap_us < line.costs[W, pending_stage(line, d)]["duration_us"]:
-            if may_fill and gap_us > _slack_us(line, spans, d):
-                place_weight(line, d)
-            break
-        place_weight(line, d)
-    place_next(line, kind, s)
-    return True
-
-
-@njit(cache=True)
-def _slack_us(line: Timeline, spans: _Spans, d: int) -> float:
-    """Time for which a device may idle before its span is the largest, or uses up what an earlier run grants."""
-    largest_us = 0.0
-    for other in range(len(line.devices)):
-        largest_us = max(largest_us, spans.work_us[other] + line.devices[other]["idle_us"])
-    idle_us = line.devices[d]["idle_us"]
-    slack_us = max(largest_us - (spans.work_us[d] + idle_us), 0.0)
-    if spans.granted_us[d] >= 0:
-        slack_us = max(slack_us, spans.granted_us.max() - spans.granted_us[d] - idle_us)
-    return float(slack_us)
