@@ -244,6 +244,16 @@ class TaskGraph:
         return self._by_type([row.device_change(self.sizes_bytes) for row in ROWS], of_passes)
 
     @cached_property
+    def change_bytes(self) -> Ints:
+        """Changes of device memory by a whole op of each type."""
+        return _frozen(self.device_bytes.sum(axis=1))
+
+    @cached_property
+    def needed_bytes(self) -> Ints:
+        """Device memory that must be free when an op of each type starts."""
+        return _frozen(np.maximum(self.device_bytes[:, 0], self.change_bytes))
+
+    @cached_property
     def host_bytes(self) -> Ints:
         """Changes of host memory, as `device_bytes`."""
         of_passes = [np.zeros((one.duration_us.size, 2), np.int64) for one in self.passes]

@@ -75,12 +75,11 @@ def op_costs(problem: Problem) -> Records:
     costs = np.zeros((3, len(problem.stages)), OP_COSTS)
     graph = lower(problem.with_equal_units())
     types = graph.plain_types[[F, B, W]]
-    costs["duration_us"], effects = graph.duration_us[types], graph.device_bytes[types]
+    costs["duration_us"] = graph.duration_us[types]
+    costs["change_bytes"], costs["need_bytes"] = graph.change_bytes[types], graph.needed_bytes[types]
     costs["delay_us"][F, 1:], costs["delay_us"][B, :-1] = (
         graph.delays_us[direction][:, 0] for direction in ("forward", "backward")
     )
-    costs["change_bytes"] = effects.sum(axis=2)
-    costs["need_bytes"] = np.maximum(effects[:, :, 0], costs["change_bytes"])
     return costs
 
 

@@ -286,11 +286,11 @@ def _stage_costs(problem: Problem, modes: Ints, out: Ints, behind: int) -> Stage
     kept = np.zeros_like(modes)
     options = np.stack([kept, kept, kept, modes, modes, modes, out, out])
     types = np.ravel_multi_index((_KIND_OF_ROW[:, None], stages, options, 0), graph.shape)
-    us, effects = graph.duration_us[types], graph.device_bytes[types]
-    there = ~np.isnan(us)
-    us, effects = np.where(there, us, 0.0), np.where(there[..., None], effects, 0)
-    change = effects.sum(axis=2)
-    need = np.maximum(effects[..., 0], change)
+    there = ~np.isnan(graph.duration_us[types])
+    us = np.where(there, graph.duration_us[types], 0.0)
+    change, need, at_end = (
+        np.where(there, sizes[types], 0) for sizes in (graph.change_bytes, graph.needed_bytes, graph.device_bytes[:, 1])
+    )
     trained, recomputes, inside = there[B], there[MAKE], there[INSIDE]
     backward = np.maximum(need[B], 0)
     made = np.where(recomputes, np.where(inside, need[INSIDE], need[MAKE] + backward), 0)
@@ -314,7 +314,7 @@ def _stage_costs(problem: Problem, modes: Ints, out: Ints, behind: int) -> Stage
         delay_us=np.array([np.append(0.0, ahead_us), np.append(back_us, 0.0)]),
         need_bytes=need,
         change_bytes=change,
-        frees=effects[..., 1] < 0,
+        frees=at_end < 0,
         backward_bytes=backward_bytes,
         forward_bytes=forward_bytes,
         more_bytes=(sizes["forward_workspace"] + behind * sizes["kept"])[stages, modes, 0] * (behind > 0),

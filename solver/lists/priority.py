@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-import numpy as np
-
 from optpipe.errors import MethodError
 from optpipe.ops import Op, OpArray, Orders
 from optpipe.problem import Problem
@@ -48,10 +46,8 @@ class _Queue:
         self.units: list[int] = problem.units_in_order(kind if kind in ("F", "B", "W", "BW") else "F").tolist()
         types = [graph.type_of(kind, place, 0, unit) for unit in self.units]
         self.duration_us: list[float] = graph.duration_us[types].tolist()
-        effects = graph.device_bytes[types]
-        changes = effects.sum(axis=1)
-        self.left_bytes: list[int] = changes.tolist()
-        self.needed_bytes: list[int] = np.maximum(effects[:, 0], changes).tolist()
+        self.left_bytes: list[int] = graph.change_bytes[types].tolist()
+        self.needed_bytes: list[int] = graph.needed_bytes[types].tolist()
         self.end_us: list[float | None] = [None] * problem.units
         self.next = 0
 

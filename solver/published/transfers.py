@@ -87,8 +87,6 @@ class TransferPlanner:
         problem, stages, devices = self.problem, self.problem.stages, len(self.compute)
         graph = lower(problem.with_equal_units())
         types = graph.plain_types[[*codes(WITHOUT_MODES)]]
-        effects = graph.device_bytes[types]
-        change = effects.sum(axis=2)
         listed, first_stage = _flat(problem.stages_of)
         member, first_member = _flat(problem.channel_groups)
         device = np.zeros((5, devices + 1), np.int64)
@@ -104,7 +102,7 @@ class TransferPlanner:
             device=device,
             stage=np.array([[stage.device for stage in stages], listed]),
             us=np.array([*durations, [*problem.forward_delay_us, 0], [0, *problem.backward_delay_us]], np.float64),
-            bytes=np.concatenate([change, np.maximum(effects[:, :, 0], change), effects[:, :, 1]]),
+            bytes=np.concatenate([graph.change_bytes[types], graph.needed_bytes[types], graph.device_bytes[types, 1]]),
             duplex=problem.copy_channels.duplex,
             host_limited=problem.host_memory_bytes is not None,
         )

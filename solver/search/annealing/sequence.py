@@ -274,10 +274,9 @@ def _classes(problem: Problem, options: Sequence[Sequence[Variant]], pass_classe
 def _set_costs(graph: TaskGraph, costs: Records, types: Ints) -> Ints:
     """Set durations and memory of classes to those of these types of ops. Returns what these do to memory."""
     effects = graph.device_bytes[types]
-    changes = effects.sum(axis=1)
-    costs["duration_us"], costs["change_bytes"] = graph.duration_us[types], changes
-    costs["need_bytes"] = np.maximum(effects[:, 0], changes)
-    costs["acquires"], costs["releases"] = (effects[:, 0] > 0) | (changes > 0), effects[:, 1] < 0
+    costs["duration_us"], costs["change_bytes"] = graph.duration_us[types], graph.change_bytes[types]
+    costs["need_bytes"] = graph.needed_bytes[types]
+    costs["acquires"], costs["releases"] = costs["need_bytes"] > 0, effects[:, 1] < 0
     return effects
 
 
