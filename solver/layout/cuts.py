@@ -93,18 +93,6 @@ class FoundCuts:
     least_us: float
 
 
-def best_cuts(bounds: CutBounds, build: Build, limits: Limits, *, alike: bool = True) -> FoundCuts:
-    """Search for the cuts with the shortest step. `build` makes the problem of a cut.
-
-    Count, not time, ends the search unless the limits come first; a little is rated even then. `alike`: microbatches
-    are equal and whole; otherwise bounds only order cuts, and nothing is proved.
-    """
-    search = CutSearch(bounds, build, limits, alike)
-    search.begin()
-    search.extend(limits)
-    return search.found
-
-
 @dataclass
 class _Pool:
     """Cuts with the least bounds, in their order, and a bound on all cuts.

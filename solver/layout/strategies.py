@@ -338,12 +338,6 @@ class Rater:
         slowdowns = self.job.slowdowns(strategy)
         return np.asarray(self.job.costs(strategy).step(self.job.global_batch, slowdowns) * slowdowns)
 
-    def useful_s(self, strategy: Strategy) -> float:
-        """Seconds of the model's products, attention and experts in a step, divided evenly among all GPUs."""
-        mean = self.job.costs(replace(strategy, recompute="none")).devices().sum(1).mean(0)
-        kinds = mean * self.job.slowdowns(strategy) * strategy.microbatches(self.job.global_batch)
-        return float(sum(kinds[INDEX[kind]] for kind in ("products", "attention", "experts")))
-
     def output_layer(self, strategy: Strategy) -> OutputLayer | None:
         """Length of the output layer, and the strategy with it in every legal place; None without a pipeline."""
         if strategy.pipeline == 1:

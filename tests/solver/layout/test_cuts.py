@@ -17,7 +17,7 @@ from optpipe.placement import placement
 from optpipe.problem import Problem
 from solver.layout import cuts
 from solver.layout.cut_bounds import CutBounds
-from solver.layout.cuts import FoundCuts, Sizes, best_cuts, even_cut, even_sizes
+from solver.layout.cuts import Build, CutSearch, FoundCuts, Sizes, even_cut, even_sizes
 from solver.layout.quick_rating import QuickRating
 from solver.limits import Cancel, Limits
 from tests.layer_profiles import profile
@@ -32,7 +32,14 @@ def build(given: LayerProfile, places: tuple[int, ...], microbatches: int, sizes
 
 def found(given: LayerProfile, places: tuple[int, ...], microbatches: int, alone: bool | None = None) -> FoundCuts:
     bounds = CutBounds(given, places, 1.0, microbatches, alone=alone)
-    return best_cuts(bounds, partial(build, given, places, microbatches), Limits(inf))
+    return searched(bounds, partial(build, given, places, microbatches), Limits(inf))
+
+
+def searched(bounds: CutBounds, build: Build, limits: Limits) -> FoundCuts:
+    search = CutSearch(bounds, build, limits, alike=True)
+    search.begin()
+    search.extend(limits)
+    return search.found
 
 
 def layers(*times: float, **more: Any) -> LayerProfile:
@@ -125,7 +132,7 @@ def test_a_cancelled_search_rates_nothing() -> None:
     given, limits = profile(12), Limits(inf)
     limits.cancel.request()
     bounds = CutBounds(given, LINEAR, 1.0, 4)
-    assert not best_cuts(bounds, partial(build, given, LINEAR, 4), limits).rated
+    assert not searched(bounds, partial(build, given, LINEAR, 4), limits).rated
 
 
 @pytest.mark.parametrize("seed", some(range(100)))

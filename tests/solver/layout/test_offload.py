@@ -21,6 +21,7 @@ from solver.layout.fitting import Job, published_schedule
 from solver.layout.strategies import Rater
 from solver.limits import Limits
 from solver.solve import solve
+from tests.solver.layout.test_strategies import useful_s
 
 LINEAR = Strategy(pipeline=8, offload="yes")
 LOOPED = Strategy(pipeline=4, virtual=2, data=2, schedule="interleaved-1f1b", offload="yes")
@@ -90,7 +91,7 @@ def test_what_is_lost_adds_up() -> None:
         rated = rater.rate(strategy, 0.0)
         lost = rater.lost_s(rated)
         assert lost["offload"] == rater.job.copies_s(strategy) > 0
-        assert sum(lost.values()) + rater.useful_s(strategy) == pytest.approx(rated.seconds)
+        assert sum(lost.values()) + useful_s(rater, strategy) == pytest.approx(rated.seconds)
 
 
 def test_a_plan_with_offload() -> None:
