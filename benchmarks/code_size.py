@@ -119,7 +119,7 @@ def _count_code(text: str, tree: ast.AST) -> int:
 
 
 def room_lines(revision: str) -> Counter[str]:
-    """Lines of Python below each folder of the packages in a commit; those beside the folders are the package's own."""
+    """Lines of Python in each folder of the packages in a commit; a file in no folder counts for its package."""
     lines: Counter[str] = Counter()
     names = _git("ls-tree", "-r", "--name-only", revision, *PACKAGES).splitlines()
     for name in names:

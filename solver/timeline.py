@@ -3,7 +3,7 @@
 A `Timeline` is for schedulers that build orders from nothing (Zero Bubble's heuristics): they decide which F or B a
 device runs next, the rest is the same for all of them and stands here. Nothing leaves a device, so a level of memory
 for each is enough. `solver.plan_player` is for those that have an order for every device and let ops run ahead of it,
-`solver.published.transfer_kernel` for copies beside such an order.
+`solver.published.transfer_kernel` adds copies to such an order.
 """
 
 from __future__ import annotations

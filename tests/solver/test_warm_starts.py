@@ -206,9 +206,10 @@ def test_few_microbatches_are_left_to_the_schedules_themselves() -> None:
 def test_slices_begin_with_what_knows_them() -> None:
     """In the memory of n + p - 1 slices, which is less than GPipe takes."""
     problem = unequal(2, 4, budget=3 * 4, slices={"count": 2})
-    shared = offered(problem, Limits(5))
+    shared = offered(problem, Limits(5, without=frozenset({"priority-lists"})))
     assert shared.best.method == "seq1f1b"
     assert shared.best.value_us == (4 + 1 / 2) * 6
+    assert offered(problem, Limits(5)).best.value_us < shared.best.value_us
 
 
 def test_every_published_schedule_still_comes() -> None:
