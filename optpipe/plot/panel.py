@@ -128,7 +128,8 @@ class Panel:
 
     def text_right(self, y: float, text: str, inches: float = GUTTER_INCHES, **look: object) -> Text:
         """Text right of the panel, from `inches` right of its right edge."""
-        return self._text(self.width + inches, y, text, va="center_baseline", **look)
+        label = self._text(self.width + inches, y, text, va="center_baseline", **look)
+        return shrunk(label, self.margins.right - inches)
 
     def text_above(self, inches: float, text: str, **look: object) -> Text:
         """Text above the panel, from the figure's left margin."""
@@ -161,9 +162,8 @@ def shrunk(text: Text, room_inches: float) -> Text:
     """Shrink a text to a width, and return it."""
     figure = text.get_figure(root=True)
     assert figure is not None
-    width_inches = text.get_window_extent().width / figure.dpi
-    if width_inches > room_inches:
-        text.set_fontsize(float(text.get_fontsize()) * room_inches / width_inches)
+    while (width_inches := text.get_window_extent().width / figure.dpi) > room_inches:  # widths go in steps of pixels
+        text.set_fontsize(float(text.get_fontsize()) * min(0.99, room_inches / width_inches))
     return text
 
 

@@ -32,7 +32,7 @@ from optpipe.trace.compare import Comparison, Span
 from optpipe.trace.document import MeasuredDevice, Trace
 from optpipe.units import bytes_text, idle_text, time_text, time_unit
 
-MARGINS = Margins(left=1.75, right=2.6, top=1.15, bottom=0.6)
+MARGINS = Margins(left=1.75, right=2.95, top=1.15, bottom=0.6)
 LONGEST_DEVICE_NAME = 10
 COMPUTE_INCHES, COPY_INCHES, BETWEEN_INCHES, GAP_INCHES = 0.3, 0.07, 0.05, 0.2
 """Heights at 8 devices or fewer; more devices are drawn flatter."""

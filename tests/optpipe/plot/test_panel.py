@@ -51,3 +51,13 @@ def test_every_entry_at_once_fits_on_one_row() -> None:
         texts = legend.get_texts()
         assert len(texts) == len(KIND) + 4
         assert max(text.get_window_extent().x1 for text in texts) < panel.figure.bbox.x1
+
+
+def test_long_texts_stay_in_the_picture_on_all_sides() -> None:
+    text = "idle 10.4 + 14.3 + 10.8 ms, peak 1,023.9 MiB"
+    with settings():
+        panel = Panel.of(NARROWEST_INCHES, 2.0, MARGINS, 0.0, 100.0, time_unit(100.0))
+        labels = [panel.text_left(0.2, text), panel.text_right(0.2, text), panel.text_above(0.2, 4 * text)]
+        extents = [label.get_window_extent() for label in labels]
+        assert min(extent.x0 for extent in extents) >= 0
+        assert max(extent.x1 for extent in extents) <= panel.figure.bbox.x1
