@@ -67,11 +67,11 @@ FOLDERS = {"quick": Path("out/benchmarks"), "full": Path("docs")}
 
 HEAD = """# Benchmarks
 
-Made by commands, never by hand: `make bench-tables` measures every section anew (SIZE=quick in minutes, to
-`out/benchmarks/`; SIZE=full, some 70 minutes on two cores, for these pages), `python -m benchmarks.document SECTION
---size full` one of them. Each section names its command, cores, their load and the time limit. Values and bounds are
-exact; seconds and what is found within them vary with the machine and its load. A bubble is that of the busiest device;
-"best public" is the best of the public schedulers in `instances/reference.json`.
+They are made by commands, never by hand. `make bench-tables` measures every section anew: with SIZE=quick in minutes,
+to `out/benchmarks/`; with SIZE=full in some 70 minutes on two cores, for these pages. `python -m benchmarks.document
+SECTION --size full` measures one of them. Each section names its command, cores, their load and the time limit. Values
+and bounds are exact; seconds and what is found within them vary with the machine and its load. A bubble is that of the
+busiest device; "best public" is the best of the public schedulers in `instances/reference.json`.
 """
 
 
