@@ -59,7 +59,7 @@ class DrawnModel:
 
     @property
     def kind(self) -> str:
-        """What its schedules may have other than F, B and W."""
+        """Kinds of ops other than F, B and W that its schedules may have."""
         profile = self.drawn[0]
         parts = ["blocks"] * any(layer.parts is not None for layer in profile.layers)
         return " and ".join(parts + ["spread passes"] * (profile.spread is not None)) or "plain"

@@ -209,7 +209,7 @@ LET_GO_S = 1.0
 
 
 class _Pending:
-    """What is complete when a work has ended, of memory that was lent to it.
+    """Pending result in memory that was lent to a work, complete when that has ended.
 
     A work has ended a moment before gloo's thread lets go of what it was given. Until then the memory would be neither
     the caller's nor free, and peaks would depend on that thread.

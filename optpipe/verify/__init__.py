@@ -177,7 +177,7 @@ class _Verifier(OrderedOps):
                 lambda k: f"is in mode {mode_of(k)}, but nothing recomputes its activation.",
             )
             self._broken_where(
-                "mode", (ops.kind == KINDS.index("C")) & within, lambda _: "comes beside a CB or CBW, which recomputes."
+                "mode", (ops.kind == KINDS.index("C")) & within, lambda _: "comes with a CB or CBW, which recomputes."
             )
             self._broken_where(
                 "segments",

@@ -190,7 +190,7 @@ def test_a_search_is_never_worse_than_dualpipe_v_and_needs_less_memory(budget: i
 
 
 def test_cp_sat_models_no_more_pairs_than_fit() -> None:
-    """Of 600 microbatches there would be 720,000: orders without blocks are searched then, and neighbours joined."""
+    """Where 600 microbatches have 720,000 pairs, orders without blocks are searched and neighbours joined."""
     small, large = v_blocks(2, 8, 2), v_blocks(1, 600, 2)
     assert _knowing_blocks(small, "cp-sat") == ["cp-sat"]
     assert _knowing_blocks(small, "auto") == ["search", "cp-sat"]

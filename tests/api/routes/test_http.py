@@ -54,7 +54,7 @@ def test_unknown_parameters_are_refused(idle: Client) -> None:
 
 
 def test_repeated_parameters_are_refused(idle: Client) -> None:
-    """Of several values the last alone would count: two states are two calls."""
+    """Two states are two calls: of several values the last alone would count."""
     path = submit(idle, "mine")
     for url in ("/v1/schedules?status=queued&status=running", f"{path}?wait=0&wait=1", f"{path}/problem?x=1&x=2"):
         answer = idle.get(url)

@@ -135,7 +135,7 @@ def test_all_activations_leave(cli: Cli) -> None:
 
 
 def test_the_least_memory(cli: Cli) -> None:
-    """Of all legal strategies, in every form of recomputation, none holds less by `optpipe fits`' own closed form."""
+    """No legal strategy, in any form of recomputation, holds less by `optpipe fits`' own closed form."""
     fixed = ("--pp", 2, "--microbatch-size", 1, "--overlap", "no")
     run = cli("plan", *JOB, *fixed, "--objective", "memory", "--json")
     plan = run.document

@@ -60,7 +60,7 @@ def test_transformers_reads_the_whole_weight(name: str, tmp_path: Path) -> None:
 
 
 def test_rows_begin_with_the_weights_of_a_folder(tmp_path: Path) -> None:
-    """Of a configuration alone, whose drawn weights are others."""
+    """A configuration alone, whose drawn weights are others."""
     name = "tied llama"
     folder = Path(saved(name).removeprefix("hf:"))
     from_hugging_face(str(folder), tmp_path / "run", torch.float32)

@@ -88,7 +88,7 @@ def test_ranks_do_what_one_process_does(run_ranks: RunRanks, tmp_path: Path, p: 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_check_finds_rows_whose_gradient_is_wrong(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one device, by a millionth."""
+    """One device's are wrong by a millionth."""
     own = VocabularyShard._weights
 
     def wrong(shard: VocabularyShard, part: Any) -> Any:

@@ -18,7 +18,7 @@ from solver.bounds.unit_costs import UnitCosts
 from tests.problems import problems
 
 Stock = tuple[float, float, float, float]
-"""Of one unit: work before its B and after, bytes before its B and after."""
+"""Work of one unit before its B and after, and bytes before its B and after."""
 
 
 @st.composite
