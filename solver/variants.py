@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from optpipe.kinds import INSIDE
@@ -53,13 +54,19 @@ def variants(stage: Stage) -> Sequence[Variant]:
 
 
 def fitting_variants(problem: Problem, stage: int) -> Sequence[Variant]:
-    """The variants of a stage with which a microbatch keeps the budget if it is alone on the device; all if none is so.
+    """The variants of a stage with which a microbatch keeps all budgets if it is alone; all if none is so.
 
     No schedule that keeps the budgets has another one, but where microbatches have costs of their own.
     """
-    own, budget = problem.stages[stage], problem.devices[problem.stages[stage].device].memory_bytes
+    own, host = problem.stages[stage], problem.host_memory_bytes
+    budget = problem.devices[own.device].memory_bytes
     every = variants(own)
-    return [variant for variant in every if budget is None or _alone_bytes(problem, stage, variant) <= budget] or every
+    return [
+        variant
+        for variant in every
+        if (host is None or variant.moved_bytes <= host)
+        and (budget is None or _alone_bytes(problem, stage, variant) <= budget)
+    ] or every
 
 
 def _alone_bytes(problem: Problem, stage: int, variant: Variant) -> int:
@@ -77,3 +84,26 @@ def unit_variants(problem: Problem, stage: int, unit: int) -> Sequence[Variant]:
     """The variants of a stage for one of its units: those of the stage, whatever the unit's factors leave of them."""
     choices = problem.stage_of(stage, unit).choices
     return [variant._replace(mode=choices[variant.choice]) for variant in variants(problem.stages[stage])]
+
+
+def without_useless_copies(problem: Problem) -> Problem:
+    """The problem without offloads for which the host has no room, whatever else it holds; itself where there are none.
+
+    The same schedules keep the budgets of both.
+    """
+    return problem.derived(_without_useless_copies)
+
+
+def _without_useless_copies(problem: Problem) -> Problem:
+    host = inf if problem.host_memory_bytes is None else problem.host_memory_bytes
+    useless = [
+        stage.offload is not None and all(own.offload.bytes > host for own in of_classes if own.offload)
+        for stage, of_classes in zip(problem.stages, problem.unit_stages, strict=True)
+    ]
+    if not any(useless):
+        return problem
+    stages = [
+        stage.replaced(offload=None) if left_out else stage
+        for stage, left_out in zip(problem.stages, useless, strict=True)
+    ]
+    return problem.replaced(stages=stages)

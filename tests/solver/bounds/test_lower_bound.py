@@ -9,7 +9,9 @@ from instances import REFERENCE, instance, uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
+from solver.limits import Limits
 from solver.published.zb_auto import zb_auto
+from solver.solve import solve
 from tests.problems import KNOWN_OPTIMA, problems
 from tests.sample import examples
 from tests.solutions import best_found
@@ -61,3 +63,19 @@ def test_no_schedule_is_below(problem: Problem) -> None:
 
 def test_one_microbatch_takes_the_whole_way() -> None:
     assert lower_bound_us(uniform(4, 1)) == 4 * 10 + 4 * 10 + 6 * 1 + 10
+
+
+@pytest.mark.parametrize(("host_bytes", "has_room"), [(0, False), (1, False), (2, True)])
+def test_an_offload_for_which_the_host_has_no_room_is_none(host_bytes: int, has_room: bool) -> None:
+    """Two bytes of each activation may leave. Without them the bound is the optimum, which `auto` proves at once."""
+    offload = {"bytes": 2, "offload_us": 1, "reload_us": 1}
+    problem = uniform(2, 4, budget=3, offload=offload, host_memory_bytes=host_bytes)
+    kept = uniform(2, 4, budget=3)
+    assert (lower_bound_us(problem) < lower_bound_us(kept)) == has_room
+    modes = [{"name": "leave", "kept_bytes": 2, "offload": offload}]
+    stages = [stage.to_data() | {"offload": None, "modes": modes} for stage in problem.stages]
+    with_modes = Problem.from_data(problem.to_data() | {"stages": stages})
+    assert (lower_bound_us(with_modes) < lower_bound_us(kept)) == has_room
+    if not has_room:
+        schedule = solve(problem, limits=Limits(time_limit_s=5))
+        assert (schedule.value_us, schedule.bound_us) == (lower_bound_us(kept),) * 2
