@@ -18,7 +18,7 @@ demo: $(RUNS)
 	@echo "loading, the first time with every module compiled"
 	$(BIN)/python -m examples.demo --out out/demo
 
-# A test builds the site as `make docs` does.
+# A test reads the site as `make docs` does, and resolves every reference.
 test: lint page-types unit
 
 lint: $(INSTALLED)

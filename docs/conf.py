@@ -20,11 +20,8 @@ extensions = [
     "docstrings",
     "mathml",
     "pictures",
+    "sphinx.ext.viewcode",
 ]
-if tags.has("quick"):  # noqa: F821  Sphinx sets the tags of its command line
-    toc_object_entries = False  # the sidebar of every page is made from a copy of them all
-else:
-    extensions.append("sphinx.ext.viewcode")
 exclude_patterns = ["_extensions", "pictures/**"]
 
 # Pages are plain Markdown that reads well on GitHub too: its maths, its anchors, its HTML comments.

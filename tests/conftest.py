@@ -67,7 +67,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _size() -> str:
-    return f"Enumerations: {'whole' if FULL else 'a fifth'}, seed {SEED}."
+    return f"Enumerations: {'whole' if FULL else 'a tenth'}, seed {SEED}."
 
 
 def pytest_runtest_setup() -> None:

@@ -1,7 +1,7 @@
 """How much of each enumeration a run of the tests takes, and the seed by which it is chosen.
 
-`make test` takes a fifth, another one for each state of the sources; `make test-slow` takes all. OPTPIPE_TEST_SEED
-repeats the choice of another run, which prints it; OPTPIPE_TEST_SIZE=full takes all.
+`make test` takes a tenth, and less of what takes long, another part for each state of the sources; `make test-slow`
+takes all. OPTPIPE_TEST_SEED repeats the choice of another run, which prints it; OPTPIPE_TEST_SIZE=full takes all.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-SHARE = 5
+SHARE = 10
 """A run takes one of so many."""
+
+RARELY = 20
+"""A run takes one of so many where each takes a second or so."""
 
 FULL = os.environ.get("OPTPIPE_TEST_SIZE") == "full"
 
@@ -35,14 +38,14 @@ SEED = int(os.environ.setdefault("OPTPIPE_TEST_SEED", str(_seed())))
 """Processes that share one run inherit it."""
 
 
-def examples(count: int) -> int:
-    """How many of `count` random examples this run draws."""
-    return count if FULL else -(-count // SHARE)
+def examples(count: int, share: int = SHARE) -> int:
+    """How many of `count` random examples this run draws: one of `share`."""
+    return count if FULL else -(-count // share)
 
 
-def some(cases: Sequence[_T]) -> list[_T]:
-    """The cases of this run, in their order: a fifth, at least one, or all at full size."""
+def some(cases: Sequence[_T], share: int = SHARE) -> list[_T]:
+    """The cases of this run, in their order: one of `share`, at least one, or all at full size."""
     if FULL:
         return list(cases)
-    chosen = Random(SEED).sample(range(len(cases)), examples(len(cases)))
+    chosen = Random(SEED).sample(range(len(cases)), examples(len(cases), share))
     return [cases[k] for k in sorted(chosen)]

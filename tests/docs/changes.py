@@ -22,7 +22,7 @@ LAST = 4
 
 
 def chosen_pages() -> Sequence[Path]:
-    """README, the tutorial, pages whose commands changed last, and a fifth of the others: first what a change concerns.
+    """README, the tutorial, pages whose commands changed last, and a tenth of the others: first what a change concerns.
 
     All pages where git does not know.
     """

@@ -34,7 +34,7 @@ from solver.solution import Solution
 from solver.solve import search, solve
 from tests import mode_oracle as oracle
 from tests.optpipe.test_spread import Data, random_problem, random_spread, vocabulary
-from tests.sample import examples, some
+from tests.sample import RARELY, examples, some
 from tests.solver.published.test_dualpipe_v import v_blocks
 
 
@@ -280,7 +280,7 @@ def test_gates_of_copies_and_recomputation_against_every_schedule(seed: int, op:
     assert in_windows(problem, schedule.orders, work=0.02).value_us == least
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60, RARELY))
 @given(st.integers(0, 10**6))
 def test_times_with_gates_of_copies_and_recomputation(seed: int) -> None:
     """Times of the orders of the floor, CP-SAT and windows are those of the rules of the contract."""
@@ -340,7 +340,7 @@ def check_times_and_peaks(schedule: Schedule, rng: Random) -> None:
             assert oracle.peak(other_costs, start, keys) <= device.peak_bytes_any_timing
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60, RARELY))
 @given(st.integers(0, 10**6))
 def test_bounds_of_little_memory_and_collectives_are_at_most_the_least(seed: int) -> None:
     rng = Random(seed)
@@ -368,7 +368,7 @@ def room_for_one_and_two(rng: Random) -> Problem:
     return limited(data, [2 * min(p - d, 3) for d in range(p)], fused=True)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60, RARELY))
 @given(st.integers(0, 10**6))
 def test_time_between_barriers_is_at_most_the_least(seed: int) -> None:
     problem = room_for_one_and_two(Random(seed))
@@ -377,7 +377,7 @@ def test_time_between_barriers_is_at_most_the_least(seed: int) -> None:
     assert between_barriers_us(problem) <= answer.value_us * (1 + 1e-9)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60, RARELY))
 @given(st.integers(0, 10**6))
 def test_time_between_barriers_is_that_of_every_order_of_two_devices(seed: int) -> None:
     """Two microbatches on two devices with S alone: no T fills what is left."""
@@ -431,7 +431,7 @@ def test_windows_and_annealing_improve_lists_of_long_collectives_in_little_memor
     lists = [list_orders(problem, rule) for rule in RULES]
     best = min(lists, key=lambda orders: simulate(problem, orders).value_us)
     for found in (in_windows, annealed):
-        assert found(problem, best, work=1.0).value_us < simulate(problem, best).value_us
+        assert found(problem, best, work=0.25).value_us < simulate(problem, best).value_us
 
 
 def test_a_weight_gradient_that_waits_for_a_pass_behind_its_own_backward() -> None:
@@ -476,7 +476,7 @@ def test_a_device_with_passes_alone() -> None:
         assert schedule.value_us == solve(limited(data, None), "cp-sat", Limits(10, workers=1)).value_us
 
 
-@pytest.mark.parametrize("objective", ["makespan", "device_span"])
+@pytest.mark.parametrize("objective", some(["makespan", "device_span"]))
 def test_passes_beside_stages_without_a_backward(objective: str) -> None:
     """Devices have as many passes where their stages are frozen, whose searches see a backward that costs nothing."""
     data = vocabulary(3, 2) | {"objective": objective}
@@ -504,7 +504,7 @@ def test_no_bound_exceeds_a_schedule(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("spare", "fused", "bound_us", "least_us"),
-    [(1, False, 1557, 1557), (0, False, 1557, 1557), (1, True, 1557, 1566), (0, True, 1849, 1852)],
+    some([(1, False, 1557, 1557), (0, False, 1557, 1557), (1, True, 1557, 1566), (0, True, 1849, 1852)]),
 )
 def test_lists_in_the_memory_of_vocab_2_and_of_1f1b(spare: int, fused: bool, bound_us: float, least_us: float) -> None:
     """Figures of docs/concepts/spread.md: vocab-2 takes 1598 us, and no schedule less than 1557."""

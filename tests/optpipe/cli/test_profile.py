@@ -165,7 +165,7 @@ def test_slices_of_a_decoder_of_transformers_are_measured(cli: Cli, tmp_path: Pa
     assert "is a configuration of mistral: models with full causal attention of" in run.err
 
 
-@pytest.mark.parametrize(("name", "cut", "other"), [("tiny", "3,1", "2,2"), ("llama", "1,4", "2,3")])
+@pytest.mark.parametrize(("name", "cut", "other"), some([("tiny", "3,1", "2,2"), ("llama", "1,4", "2,3")]))
 def test_a_model_trains_as_it_was_cut_where_it_was_measured(
     cli: Cli, tmp_path: Path, name: str, cut: str, other: str
 ) -> None:

@@ -107,7 +107,7 @@ def test_torch_reads_the_copy_in_its_own_files(runs: Path, tmp_path: Path, capsy
     assert all(moment.any() for moment in moments.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES))
 def test_a_run_begins_with_the_weights_of_a_folder(
     runs: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

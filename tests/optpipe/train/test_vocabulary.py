@@ -44,7 +44,7 @@ def test_the_gpt_trains_as_undivided(p: int, barriers: int, dtype: Any, tied: bo
     assert divided.parameters == whole.parameters
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("barriers", some([1, 2]))
 def test_the_last_stage_on_the_first_device_with_b_and_w_apart(barriers: int, caplog: pytest.LogCaptureFixture) -> None:
     data = vocabulary(2, 3, barriers=barriers)
     data["stages"] = [data["stages"][0] | {"device": d} for d in (0, 1, 1, 0)]
@@ -60,7 +60,7 @@ def test_the_last_stage_on_the_first_device_with_b_and_w_apart(barriers: int, ca
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
-@pytest.mark.parametrize("name", ["ignored", "one_shard", "tied", "tied_in_one_shard"])
+@pytest.mark.parametrize("name", some(["ignored", "one_shard", "tied", "tied_in_one_shard"]))
 def test_own_stages_whose_vocabulary_does_not_divide(name: str, barriers: int) -> None:
     check = train(config(name, barriers=barriers, steps=1)).check
     assert check is not None

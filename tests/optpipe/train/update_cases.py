@@ -23,8 +23,9 @@ from solver.build import build_schedule
 from solver.methods import METHODS
 from tests.optpipe.train.cases import M, everything
 from tests.optpipe.train.update_tasks import NoisyTask
+from tests.sample import FULL
 
-STAGES, STEPS = 4, 100
+STAGES, STEPS = 4, 100 if FULL else 60
 WITHOUT_LOSS = (0, 7, 8, 50, STEPS - 1)
 """Before an optimizer has any state, two in a row, and one that only the end of the run settles."""
 

@@ -21,6 +21,7 @@ from solver.layout.fitting import Job
 from solver.layout.strategies import Fixed, rate_all
 from solver.limits import Limits
 from tests.heavy_head import heavy_job
+from tests.sample import some
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -104,7 +105,7 @@ def test_a_plan_says_what_passes_on_all_devices_would_take() -> None:
     assert layer["last"]["seconds"] > layer["own"]["seconds"] > layer["spread"]["seconds"]
 
 
-@pytest.mark.parametrize(("place", "layers"), [("last", range(1, 17)), ("own", range(1))])
+@pytest.mark.parametrize(("place", "layers"), some([("last", range(1, 17)), ("own", range(1))]))
 def test_a_fixed_place_of_the_output_layer_leaves_cuts_out(place: str, layers: Collection[int]) -> None:
     fixed = PIPELINE | {"vocabulary": [place], "vpp": [1]}
     [rated, *_] = plan_cluster(heavy_job(), 8, fixed, Limits(0)).ratings

@@ -23,6 +23,7 @@ from solver.limits import Limits
 from solver.process import ChildResult
 from solver.solve import solve
 from tests.layer_profiles import BLOCK, profile, tight_profile
+from tests.sample import some
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -245,7 +246,7 @@ def test_a_round_ends_with_the_best_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert [one.value_us for one in judged] == sorted(one.value_us for one in judged)
 
 
-@pytest.mark.parametrize(("seed", "least_us"), [(95, 92_567), (24, 69_294)], ids=["blocks", "passes"])
+@pytest.mark.parametrize(("seed", "least_us"), some([(95, 92_567), (24, 69_294)]), ids=["blocks", "passes"])
 def test_annealing_comes_before_any_solve(seed: int, least_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tight memory, where quick schedules of the best cut are 7 and 4 % longer than it takes: nothing is solved here.
 

@@ -23,7 +23,7 @@ LIGHT = {"name": "light", "kept_bytes": 1, "recompute_us": 1, "forward_workspace
 WORK = Limits(float("inf"), workers=1, deterministic_limit=10.0)
 
 
-@pytest.mark.parametrize("mode", [LIGHT, FULL])
+@pytest.mark.parametrize("mode", some([LIGHT, FULL]))
 def test_every_choice_is_valid_in_every_budget(mode: dict[str, object]) -> None:
     for budget, in_flight, late, change in product((12, 15, 23, 40), (1, 3, 9), (0, 3), [*AGAIN, *RESERVE]):
         problem = recomputing(4, 10, [mode], budget, backward_weight_bytes=4)
@@ -45,7 +45,7 @@ COPIED = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(COPIED)))
+@pytest.mark.parametrize("number", some(range(len(COPIED))))
 def test_with_copies_every_choice_is_valid_and_ends_as_planned(number: int) -> None:
     problem = COPIED[number]
     lists = MemoryLists(

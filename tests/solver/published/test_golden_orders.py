@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -27,6 +27,7 @@ from solver.search.modulo.ends import Filler, few_units, first_ends, tuned_ends
 from solver.search.modulo.pattern import Passes, orders_from_pattern
 from solver.search.modulo.search import fitting_patterns
 from solver.serial import known_budgets_bytes, serial_orders
+from tests.sample import some
 
 GOLDEN = Path(__file__).with_name("golden_orders.json")
 RANDOM_PROBLEMS = 60
@@ -133,9 +134,9 @@ def digest(scheduler: str, problem: Problem) -> str | None:
     return None if orders is None else hashlib.sha256(json.dumps(orders_to_data(orders)).encode()).hexdigest()[:10]
 
 
-def record(scheduler: str) -> Iterator[tuple[str, str]]:
-    for name, problem in problems().items():
-        found = digest(scheduler, problem)
+def record(scheduler: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        found = digest(scheduler, problems()[name])
         if found:
             yield name, found
 
@@ -144,8 +145,9 @@ def record(scheduler: str) -> Iterator[tuple[str, str]]:
 def test_orders_are_those_recorded(scheduler: str) -> None:
     golden = json.loads(GOLDEN.read_text())[scheduler]
     assert len(golden) >= 10
-    assert dict(record(scheduler)) == golden
+    names = some(list(problems()))
+    assert dict(record(scheduler, names)) == {name: golden[name] for name in names if name in golden}
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps({name: dict(record(name)) for name in SCHEDULERS}, indent=1) + "\n")
+    GOLDEN.write_text(json.dumps({name: dict(record(name, problems())) for name in SCHEDULERS}, indent=1) + "\n")

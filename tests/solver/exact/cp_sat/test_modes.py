@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -93,8 +94,7 @@ COPIES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("duplex", [True, False])
-@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize(("name", "duplex"), some([*product(COPIES, (True, False))]))
 def test_optima_with_copies_are_those_of_every_schedule(name: str, duplex: bool) -> None:
     """Copies in time: what is there beside an op depends on when they run."""
     modes, fields = COPIES[name]

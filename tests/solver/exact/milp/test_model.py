@@ -35,7 +35,7 @@ def test_proves_known_optima(name: str) -> None:
     assert (schedule.status, schedule.value_us, schedule.bound_us) == ("optimal", value_us, value_us)
 
 
-@pytest.mark.parametrize(("devices", "budget", "host", "value_us"), [(3, 5, 2, 158), (2, 4, 4, 131)])
+@pytest.mark.parametrize(("devices", "budget", "host", "value_us"), some([(3, 5, 2, 158), (2, 4, 4, 131)]))
 def test_what_is_away_is_on_the_host_until_its_reload_ends(
     devices: int, budget: int, host: int, value_us: float
 ) -> None:
@@ -51,7 +51,7 @@ def test_proves_a_reference_optimum() -> None:
     assert (schedule.status, schedule.value_us) == ("optimal", REFERENCE[name]["proved_optimum_us"])
 
 
-@pytest.mark.parametrize(("objective", "microbatches"), [("makespan", 6), ("device_span", 4)])
+@pytest.mark.parametrize(("objective", "microbatches"), some([("makespan", 6), ("device_span", 4)]))
 @pytest.mark.parametrize("channels", [{}, {"duplex": False, "shared_by": [[0, 1, 2]]}], ids=["own", "one"])
 def test_offload_at_a_tight_budget_as_cp_sat(objective: str, microbatches: int, channels: dict[str, Any]) -> None:
     problem = uniform(3, microbatches, budget=3, offload=HALF, objective=objective, copy_channels=channels)
@@ -116,7 +116,7 @@ def test_an_incumbent_that_ends_the_search_counts() -> None:
 
 @pytest.mark.parametrize("objective", ["makespan", "device_span"])
 @pytest.mark.parametrize(
-    "more", [{}, {"host_memory_bytes": 3}, {"copy_channels": {"duplex": False, "shared_by": [[0, 2]]}}]
+    "more", some([{}, {"host_memory_bytes": 3}, {"copy_channels": {"duplex": False, "shared_by": [[0, 2]]}}])
 )
 def test_without_a_start_as_cp_sat(objective: str, more: dict[str, Any]) -> None:
     problem = uneven(objective, **more)
@@ -131,9 +131,9 @@ def test_without_a_start_as_cp_sat(objective: str, more: dict[str, Any]) -> None
 def test_reports_incumbents_in_order() -> None:
     seen: list[Progress] = []
     limits = Limits(60, workers=1, gap=0.1)
-    schedule = solve(uniform(4, 8, budget=4, offload=HALF), "milp", limits, seen.append)
+    schedule = solve(uniform(4, 6, budget=4, offload=HALF), "milp", limits, seen.append)
     values = [progress.solution.value_us for progress in seen]
-    assert len(set(values)) > 3
+    assert len(set(values)) > 2
     assert values == sorted(values, reverse=True)
     assert values[-1] == schedule.value_us
     assert all(progress.solution.bound_us <= schedule.value_us for progress in seen)
@@ -177,7 +177,7 @@ def test_stops_at_the_gap_asked_for() -> None:
 
 
 def test_threads_may_change_from_solve_to_solve() -> None:
-    problem = uniform(3, 6, budget=4, offload=HALF)
+    problem = uniform(3, 4, budget=4, offload=HALF)
     values = {solved(problem, workers=workers, seed=seed).value_us for seed, workers in enumerate((1, 2, 1))}
     assert len(values) == 1
 
