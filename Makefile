@@ -18,8 +18,10 @@ demo: $(RUNS)
 	@echo "loading, the first time with every module compiled"
 	$(BIN)/python -m examples.demo --out out/demo
 
-# A test reads the site as `make docs` does, and resolves every reference.
-test: lint page-types unit
+# Compiling kernels keeps one core busy, and so does lint: side by side.
+test:
+	$(MAKE) --jobs=2 --output-sync=line browser setup lint page-types
+	$(MAKE) unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

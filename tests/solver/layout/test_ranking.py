@@ -246,7 +246,9 @@ def test_a_round_ends_with_the_best_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert [one.value_us for one in judged] == sorted(one.value_us for one in judged)
 
 
-@pytest.mark.parametrize(("seed", "least_us"), some([(95, 92_567), (24, 69_294)]), ids=["blocks", "passes"])
+@pytest.mark.parametrize(
+    ("seed", "least_us"), some([pytest.param(95, 92_567, id="blocks"), pytest.param(24, 69_294, id="passes")])
+)
 def test_annealing_comes_before_any_solve(seed: int, least_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tight memory, where quick schedules of the best cut are 7 and 4 % longer than it takes: nothing is solved here.
 
