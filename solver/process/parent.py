@@ -19,7 +19,7 @@ from typing import Literal
 
 import numba
 
-from optpipe.errors import InfeasibleError, InputError, ModelTooLargeError, NoSolutionError, OptPipeError
+from optpipe.errors import InfeasibleError, ModelTooLargeError, NoSolutionError, OptPipeError
 from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -381,7 +381,7 @@ def _is_published(method: str) -> bool:
 class Fallback:
     """The published schedule that was asked for, or the best one for a search; made in a thread, `best` as it goes.
 
-    `error`: why the one that was asked for cannot be made.
+    `error`: why the one that was asked for cannot be made, or the search cannot begin.
     """
 
     def __init__(self, problem: Problem, limits: Limits, method: str = "auto") -> None:
@@ -414,20 +414,21 @@ class Fallback:
     def make(self) -> None:
         """Make the bound, and then the schedules, one after another."""
         from solver.frozen import solution_without_backwards, with_backwards
+        from solver.methods import method_named, refuse_unsupported
         from solver.serial import with_statable_peaks
         from solver.solve import search
         from solver.strategy import SharedIncumbent
         from solver.warm_starts import offer_published
 
-        if _is_published(self._method):
-            try:
-                self.best = search(self._problem, self._method, self._limits)
-            except OptPipeError as error:
-                self.error = error
-            return
         try:
+            chosen = method_named(self._method)
+            if chosen.orders is not None:
+                self.best = search(self._problem, chosen.name, self._limits)
+                return
             problem = with_statable_peaks(with_backwards(self._problem))
-        except InputError:  # which is the child's answer
+            refuse_unsupported(chosen, problem)
+        except OptPipeError as error:
+            self.error = error
             return
 
         def keep(progress: Progress) -> None:

@@ -25,6 +25,7 @@ from solver.warm_starts import offer_published
 from tests.clock import Clock
 from tests.problems import KNOWN_OPTIMA
 from tests.promises.harness import heard
+from tests.unequal import unequal
 
 in_a_forked_child = pytest.mark.usefixtures("forked_children")
 """For what does not depend on how a child starts: the other tests start it as a solve does."""
@@ -157,6 +158,18 @@ def test_the_best_that_fits(problem: Problem) -> None:
     assert within_budgets(problem, fallback.best.orders, simulation)
     assert fallback.best.value_us < floor_us(problem)
     assert fallback.best.bound_us == lower_bound_us(problem)
+
+
+@pytest.mark.parametrize(
+    ("method", "text"), [("zb-9", "the methods are auto"), ("pattern", "microbatch_factors that repeat")]
+)
+def test_nothing_is_made_in_the_stead_of_a_method_that_cannot_begin(method: str, text: str) -> None:
+    """A child that is late says so, too, and until then a schedule from here would look like what was asked for."""
+    problem = unequal(2, 4, microbatch_factors=[{}, {"time": 2}, {}, {}])
+    fallback = Fallback(problem, Limits(LIMIT_S), method)
+    fallback.make()
+    assert fallback.best.orders is None
+    assert text in str(fallback.error)
 
 
 def test_nothing_is_made_that_nobody_waits_for() -> None:
