@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from optpipe.cli.console import print_json
 from optpipe.errors import (
     InfeasibleError,
     InputError,
+    Issue,
     MissingExtraError,
     NoSolutionError,
     OptPipeError,
@@ -44,6 +46,7 @@ def run(arguments: list[str]) -> int:
     alone = {*arguments[:1]} & {*_ALL}  # then nothing asks for the other commands
     app = command_line(loaded=named, listed=alone or _ALL)
     try:
+        _refuse_empty(arguments)
         result = app(args=arguments, standalone_mode=False, prog_name="optpipe")
         sys.stdout.flush()  # a failed write is reported here, not by Python at exit
         return result if isinstance(result, int) else 0
@@ -60,6 +63,15 @@ def run(arguments: list[str]) -> int:
                 return EXIT_INTERRUPTED
             case _:
                 return EXIT_NO
+
+
+def _refuse_empty(arguments: list[str]) -> None:
+    """Raise InputError for an empty argument: as a path it is the current folder, as a name often a default."""
+    for before, word in pairwise(("", *arguments)):
+        option = word[:-1] if word.startswith("--") and word.endswith("=") else before if not word else ""
+        if option or not word:
+            name = option if option.startswith("-") else "an argument"
+            raise InputError([Issue(name, "empty", "is ''. Maybe a variable of the shell is not set.")])
 
 
 def _print_error(error: Failure, as_json: bool) -> None:

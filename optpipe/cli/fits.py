@@ -77,7 +77,7 @@ def command(
     """
     from optpipe.cluster.machine import Machine
     from optpipe.cluster.model import load_model
-    from optpipe.cluster.software import software_of
+    from optpipe.cluster.software import require_software
     from solver.layout.fitting import Job, cheapest_change, ranks_of
     from solver.layout.strategies import WITH_PASSES, check_values, require_stages
 
@@ -94,7 +94,8 @@ def command(
     default = WITH_PASSES if vocabulary == "spread" and not file else "1f1b" if vpp == 1 else "interleaved-1f1b"
     strategy = replace(strategy, schedule=default if file or schedule is None else schedule)
     known = Machine.load(machine)
-    job = Job(load_model(model), known, sequence, global_batch, software_of(software), software)
+    trainer = require_software(software, known.measured_software, "--software")
+    job = Job(load_model(model), known, sequence, global_batch, trainer, software)
     job.require_rates([strategy.precision])
     job.rules(gpus).require(strategy)
     if file is None:

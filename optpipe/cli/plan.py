@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 MOST_ORDER = 64
 """Most microbatches whose order is printed; the schedule has all."""
 
+DEFAULT_MACHINE, DEFAULT_SEQUENCE = "h100", 4096
+"""GPUs, and tokens of a sequence, of a cluster plan that names none."""
+
 MAX_DIGITS = 7
 """Digits of the largest global batch."""
 
@@ -187,9 +190,15 @@ def command(
         int | None, typer.Option(min=1, max=2**20, help="GPUs of the whole job.", rich_help_panel=CLUSTER)
     ] = None,
     machine: Annotated[
-        str, typer.Option(help="A name of `optpipe machines`, or a file.", rich_help_panel=CLUSTER)
-    ] = "h100",
-    sequence: Annotated[int, typer.Option(min=1, max=2**24, help="Tokens.", rich_help_panel=CLUSTER)] = 4096,
+        str | None,
+        typer.Option(
+            help=f"A name of `optpipe machines`, or a file; default: {DEFAULT_MACHINE}.", rich_help_panel=CLUSTER
+        ),
+    ] = None,
+    sequence: Annotated[
+        int | None,
+        typer.Option(min=1, max=2**24, help=f"Tokens; default: {DEFAULT_SEQUENCE}.", rich_help_panel=CLUSTER),
+    ] = None,
     tp: Allowed = None,
     cp: Allowed = None,
     ep: Allowed = None,
@@ -230,8 +239,8 @@ def command(
         ),
     ] = None,
     software: Annotated[
-        str, typer.Option(help="Trainer whose kernels are assumed; default: any.", rich_help_panel=CLUSTER)
-    ] = "",
+        str | None, typer.Option(help="Trainer whose kernels are assumed; default: any.", rich_help_panel=CLUSTER)
+    ] = None,
     why: Annotated[
         str | None,
         typer.Option(
@@ -281,6 +290,7 @@ def command(
             "--layout": layout,
             "--modes": modes,
             "--slices": slices,
+            "--slice-by": slice_by,
             "--lengths": lengths,
             "--memory": memory,
         }
@@ -291,10 +301,10 @@ def command(
         question = Question(
             layers,
             gpus,
-            machine,
-            sequence,
+            machine or DEFAULT_MACHINE,
+            sequence or DEFAULT_SEQUENCE,
             global_batch,
-            software,
+            software or "",
             fixed,
             expert_imbalance,
             memory_margin or 0.0,
@@ -304,7 +314,8 @@ def command(
         )
         return plan_model(question, time_limit, workers, output, as_json)
     of_cluster: dict[str, object] = {f"--{name.replace('_', '-')}": value for name, value in fixed.items()}
-    of_cluster |= {"--plot": plot, "--expert-imbalance": expert_imbalance}
+    of_cluster |= {"--plot": plot, "--expert-imbalance": expert_imbalance, "--machine": machine}
+    of_cluster |= {"--sequence": sequence, "--software": software}
     _refuse(of_cluster, "without --gpus: a profile has costs under one strategy. Maybe add --gpus, or leave it out.")
     if devices is None:
         detail = "is missing. Maybe --devices 4 for a layer profile, or --gpus 64 for a model."

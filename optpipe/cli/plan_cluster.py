@@ -61,7 +61,7 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     """Plan a job and print or write the plan."""
     from optpipe.cluster.machine import Machine
     from optpipe.cluster.model import load_model
-    from optpipe.cluster.software import software_of
+    from optpipe.cluster.software import require_software
     from solver.layout.cluster_plan import PLAN_FILES, plan_cluster
     from solver.layout.fitting import Job
     from solver.layout.strategies import read_degrees
@@ -73,19 +73,24 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     if question.objective not in (None, "time", "memory"):
         detail = f"is {shown(question.objective)} but must be time or memory with --gpus. Maybe leave it out."
         raise InputError([Issue("--objective", "unknown", detail)])
-    wanted = read_degrees(question.why, "--why") if question.why else None
+    wanted = None if question.why is None else read_degrees(question.why, "--why")
+    for name, value in (wanted or {}).items():
+        if name in fixed and value not in fixed[name]:
+            detail = f"asks for {name} {value}, but --{name.replace('_', '-')} allows {question.fixed[name]} alone."
+            raise InputError([Issue("--why", "not_allowed", f"{detail} Maybe leave one of them out.")])
     if question.plot is not None:
         check_picture(question.plot)
     if output is not None:
         make_folder(output)
         for name in PLAN_FILES:
             check_writable(output / name)
+    machine = Machine.load(question.machine).with_margin(question.memory_margin)
     job = Job(
         load_model(question.model),
-        Machine.load(question.machine).with_margin(question.memory_margin),
+        machine,
         question.sequence,
         question.global_batch,
-        software_of(question.software),
+        require_software(question.software, machine.measured_software, "--software"),
         question.software,
     )
     if question.expert_imbalance is not None and not any(layer.feed_forward.experts for layer in job.model.layers):

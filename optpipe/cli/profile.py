@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 CUT_S = 5.0
 """Seconds in which the layers of a table are cut; a search of a few hundred cuts of small problems ends before."""
 
+UNCUT = "is layers, which 'optpipe plan' cuts and places"
+"""A reason to refuse options with --format layers."""
+
 LEAST_SLICES = 2
 """Least number of slices: one is the whole sequence, which is measured anyway."""
 
@@ -226,8 +229,13 @@ def command(
         "--slice-by": slice_by,
         "--check": check or None,
     }
+    placed: dict[str, object] = {
+        "--devices": devices,
+        "--stages": stages,
+        "--placement": None if placement == "linear" else placement,
+    }
     if from_run is not None:
-        others: dict[str, object] = {"--devices": devices, "--stages": stages, "--from-table": from_table}
+        others: dict[str, object] = placed | {"--from-table": from_table}
         others |= (
             {"--model": model, "--machine": machine, "--format": form if form is Format.LAYERS else None}
             | gpt
@@ -245,14 +253,17 @@ def command(
     if from_table is not None:
         others = {"--model": model, "--machine": machine} | gpt | measuring | {"--modes": None}
         _refuse("--from-table", "takes everything from its table", others)
+        if form is None and devices is None and stages is None:
+            form = Format.LAYERS
+        if form is Format.LAYERS:
+            _refuse("--format", UNCUT, placed | {"--microbatches": microbatches, "--modes": modes})
         names = None if modes is None else parse_modes(modes, "--modes")
         return profile_table(from_table, output, form, devices, stages, placement, microbatches, names, as_json)
     if model is None:
         maybe = "Maybe --model small, --from-run FOLDER or --from-table TABLE.toml."
         raise InputError([Issue("--model", "missing", f"is missing. {maybe}")])
     if machine is not None:
-        cutting: dict[str, object] = {"--devices": devices, "--stages": stages, "--microbatches": microbatches}
-        cutting |= {"--placement": None if placement == "linear" else placement, "--cut": cut}
+        cutting = placed | {"--microbatches": microbatches, "--cut": cut}
         cutting |= {"--format": form if form is Format.PROBLEM else None, "--fused-backward": fused_backward or None}
         _refuse("--machine", "predicts layers, which 'optpipe plan' cuts", cutting)
         running = ("--rounds", "--clock", "--slices", "--slice-by", "--check")
@@ -266,7 +277,8 @@ def command(
         _refuse("--model", f"is {model}, which has its own text", {"--data": data})
     if form is Format.LAYERS:
         own = ":" in model and not model.startswith("hf:")
-        _refuse("--format", "is layers, which are not cut", {"--cut": None if own else cut})
+        cutting = placed | {"--microbatches": microbatches, "--cut": cut}
+        _refuse("--format", UNCUT, cutting | ({"--cut": None, "--stages": None} if own else {}))
         if modes is not None and any(name not in ("offload", "selective") for name in parse_modes(modes, "--modes")):
             detail = (
                 f"is {modes}, but of a layer only 'selective' is measured, from which 'optpipe plan --modes' makes the "
@@ -397,10 +409,8 @@ def profile_table(
     sizes = SizeTable.load(path)
     profile = build_profile(sizes)
     document: Problem | LayerProfile = profile
-    if form == "problem" or (form is None and not (devices is None and stages is None)):
+    if form != "layers":
         document = _problem(profile, devices, stages, placement, microbatches, modes)
-    elif modes is not None:
-        _refuse("--format", "is layers, which say what each keeps if it is recomputed", {"--modes": modes})
     write_atomically(output, document.to_json() + "\n")
     ratio = copy_to_compute_ratio(profile)
     if as_json:

@@ -181,6 +181,11 @@ class Machine(Document):
             lines += ["", "[[efficiencies]]", *_assignments(entry)]
         return "\n".join(lines) + "\n"
 
+    @property
+    def measured_software(self) -> list[str]:
+        """Software whose steps the efficiencies are fitted to."""
+        return [one.software for one in self.efficiencies]
+
     def efficiencies_of(self, precision: Precision, software: str = "") -> Efficiencies:
         """The entry of a precision and software, else of the group of software before its last ``/``, else of any
         software, else of 16 bits, else the defaults, which are a guess from other machines."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from optpipe.errors import InputError, Issue, shown
 
 GIB = 2**30
 
@@ -74,3 +77,13 @@ def software_of(name: str) -> Software:
             return SOFTWARE[name]
         name = name.rpartition("/")[0]
     return MEGATRON
+
+
+def require_software(name: str, measured: Iterable[str], field: str) -> Software:
+    """The entry of a name that a user gives. Raises InputError where its group is neither known nor `measured`."""
+    groups = sorted({one.partition("/")[0] for one in (*SOFTWARE, *measured)} - {""})
+    if name and name.partition("/")[0] not in groups:
+        close = get_close_matches(name, groups, 1) or ["leave it out: any, with Megatron-Core's memory"]
+        detail = f"is {shown(name)} but must be of {', '.join(groups)}. Maybe {close[0]}."
+        raise InputError([Issue(field, "unknown_software", detail)])
+    return software_of(name)

@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, StrictInt, Tag
 from optpipe.cluster.machine import Machine, known_names, named_machines
 from optpipe.cluster.model import named_models, read_model
 from optpipe.cluster.rules import MOST_DEGREE
-from optpipe.cluster.software import software_of
+from optpipe.cluster.software import require_software
 from optpipe.document import UNION_TAG, Document
 from optpipe.errors import InputError, Issue, shown
 from solver.layout.fitting import Job
@@ -57,7 +57,9 @@ class PlanRequest(Document):
         except InputError as error:
             issues = [Issue(("model", *issue.loc), issue.code, issue.detail) for issue in error.issues]
             raise InputError(issues) from None
-        return Job(model, self._machine(), self.sequence, self.global_batch, software_of(self.software), self.software)
+        machine = self._machine()
+        software = require_software(self.software, machine.measured_software, "software")
+        return Job(model, machine, self.sequence, self.global_batch, software, self.software)
 
     def allowed(self) -> Fixed:
         """Allowed values by option, checked. Raises InputError."""

@@ -34,4 +34,3 @@ def test_what_is_no_model(cli: Cli) -> None:
         "error: MODEL is 'llama-3-70b', which is no known model and no config.json. Maybe 'llama-3.1-70b', or a folder "
         "with the model's config.json.\n"
     )
-    assert cli("models", "").err.startswith("error: MODEL is '', which is no known model")

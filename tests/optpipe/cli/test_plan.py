@@ -310,7 +310,7 @@ def test_lengths_of_microbatches(cli: Cli, long: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--global-batch", "4", "--placements", ""), "--placements is wrong: '' is not a placement. Maybe one of"),
+        (("--global-batch", "4", "--placements", "w"), "--placements is wrong: 'w' is not a placement. Maybe one of"),
         ((), "--global-batch is missing. Maybe --global-batch 64, or --lengths with a file."),
         (("--global-batch", "4", "--slices", "0"), "--slices holds '0', but a sequence of 64 tokens has from 1 to"),
         (("--global-batch", "4", "--slices", "65"), "--slices holds '65', but a sequence of 64 tokens has from 1 to"),

@@ -177,6 +177,9 @@ def test_the_least_memory(cli: Cli) -> None:
         (("--offload", "yes", "--pp", 1), "is fixed: offload is yes but pp is 1: the backward follows at once"),
         (("--expert-imbalance", 1.25), "--expert-imbalance has no meaning here: llama-3.1-8b has no experts. Maybe"),
         (("--why", "tp"), "--why has 'tp' but names are tp, cp"),
+        (("--why", "tp=8", "--tp", 2), "--why asks for tp 8, but --tp allows 2 alone. Maybe leave one of them out."),
+        (("--slice-by", "length"), "--slice-by has no meaning with --gpus"),
+        (("--software", "megatron"), "--software is 'megatron' but must be of aleph-alpha-layouts, "),
     ],
 )
 def test_what_has_no_meaning_is_refused(cli: Cli, options: tuple[object, ...], message: str) -> None:
@@ -185,6 +188,7 @@ def test_what_has_no_meaning_is_refused(cli: Cli, options: tuple[object, ...], m
 
 
 def test_options_of_a_cluster_need_gpus(cli: Cli, tmp_path: Path) -> None:
-    run = cli("plan", tmp_path / "layers.json", "--devices", 4, "--global-batch", 8, "--tp", 8)
-    assert (run.code, "--tp has no meaning without --gpus" in run.err) == (2, True)
+    for option in ("--tp", "--machine", "--sequence", "--software"):
+        run = cli("plan", tmp_path / "layers.json", "--devices", 4, "--global-batch", 8, option, 8)
+        assert (run.code, f"{option} has no meaning without --gpus" in run.err) == (2, True)
     assert "Maybe --devices 4 for a layer profile, or --gpus 64" in cli("plan", "llama-3.1-8b").err
