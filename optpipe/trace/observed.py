@@ -46,6 +46,8 @@ PIPELINE_GROUP = re.compile(r"^(mesh_)?pp$|^PIPELINE_MODEL_PARALLEL_GROUP$")
 ANY_GROUP = ("", "default_pg", "undefined")
 """Names of process groups that may be the pipeline's: its messages take the default group where none is given."""
 RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
+MAX_CLOCK_US = 2.0**53
+"""Largest time of an event, more than 200 years: above it a float's microseconds are no longer exact."""
 UNREADABLE = (OSError, EOFError, zlib.error, RecursionError, OverflowError)
 """Errors of damaged compression, of JSON that nests too deeply, and of integers that no float holds."""
 
@@ -419,14 +421,17 @@ def _profile(path: Path) -> Profile:
             event for event in (data["traceEvents"] if isinstance(data, dict) else data) if event.get("ph") == "X"
         ]
         found: dict[str, list[Mark]] = {}
+        owners: dict[str, set[Any]] = {}
         for event in events:
             name, category = str(event.get("name", "")), str(event.get("cat", ""))
             if call := FRAME.fullmatch(name):
                 name, category = call[1], "frame"
             if name in COUNTED or ACTION.fullmatch(name) or SINGLE.fullmatch(name):
-                start_us = base_us + float(event["ts"])
-                mark = Mark(name, start_us, start_us + float(event["dur"]))
-                found.setdefault(category, []).append(mark)
+                start_us, took_us = base_us + float(event["ts"]), float(event["dur"])
+                if not (abs(start_us) <= MAX_CLOCK_US and 0 <= took_us <= MAX_CLOCK_US):
+                    raise ValueError(f"{name} begins at {start_us:g} us and takes {took_us:g} us")
+                found.setdefault(category, []).append(Mark(name, start_us, start_us + took_us))
+                owners.setdefault(category, set()).add(event.get("pid"))
         receives_us = [base_us + float(event["ts"]) for event in events if event.get("name") == "c10d::recv_"]
         peers = frozenset(_peers(events))
         frames = _on_gpu(found.pop("frame", []), events, base_us)
@@ -434,6 +439,9 @@ def _profile(path: Path) -> Profile:
     except (*UNREADABLE, ValueError, KeyError, TypeError, AttributeError) as error:
         detail = f"is no Chrome trace: {type(error).__name__}: {error}. Maybe export_chrome_trace was interrupted."
         raise InputError([Issue("", "no_trace", detail)], str(path)) from None
+    if any(len(several) > 1 for several in owners.values()):  # a GPU's ranges name the device in place of the process
+        detail = f"has ranges of {max(map(len, owners.values()))} processes. Maybe give a file for each rank."
+        raise InputError([Issue("", "many_ranks", detail)], str(path))
     marks = found.pop("gpu_user_annotation", None) or [mark for of_category in found.values() for mark in of_category]
     numbered = [mark for mark in marks if mark.name not in COUNTED]
     if not (marks := numbered or marks or frames):

@@ -296,6 +296,23 @@ def test_profiles_of_two_trainers(gpipe: list[Path], tmp_path: Path) -> None:
         load_profiles([gpipe[0], path])
 
 
+def test_one_file_of_all_ranks(gpipe: list[Path]) -> None:
+    """As tools merge them: all ops would be one device's, at the same times."""
+    merged: list[dict[str, Any]] = []
+    for rank, path in enumerate(gpipe):
+        merged += [event | {"pid": rank} for event in json.loads(path.read_text())["traceEvents"]]
+    gpipe[0].write_text(json.dumps({"traceEvents": merged}))
+    with pytest.raises(InputError, match=r"has ranges of 2 processes. Maybe give a file for each rank."):
+        load_profiles(gpipe[:1])
+
+
+@pytest.mark.parametrize(("ts", "dur"), [(1e300, 1.0), (float("nan"), 1.0), (0.0, -5.0), (0.0, float("inf"))])
+def test_times_that_are_none(ts: float, dur: float, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"PP:0F0 begins at .* us and takes .* us") as caught:
+        load_profiles([profile(tmp_path / "rank0.json", ("PP:0F0", ts, dur))])
+    assert caught.value.source.endswith("rank0.json")
+
+
 def test_chunks_are_for_ranges_without_numbers(tmp_path: Path) -> None:
     path = profile(tmp_path / "torch.json", ("PP:0F0", 0, 7), ("PP:0B0", 10, 9))
     with pytest.raises(InputError, match="is for ranges of Megatron-LM"):
