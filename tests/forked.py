@@ -135,9 +135,8 @@ def _answer(connection: socket.socket) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        import torch
-
+    threads, torch = os.environ.get("OMP_NUM_THREADS"), sys.modules.get("torch")
+    if threads and torch:
         torch.set_num_threads(int(threads))  # it has read the server's when it was loaded
     _end(_exit_code(request["arguments"]))
 
