@@ -126,11 +126,13 @@ class _Server(uvicorn.Server):
 def listening(app: FastAPI, port: int = 0) -> Iterator[str]:
     """The address of a server that runs in a thread of this process.
 
+    It ends what it answers at once: a stream of events would be waited for, though nobody reads it any more.
+
     Its loop is asyncio's, which waits for child processes by threads. A torch DataLoader with workers takes SIGCHLD for
     itself, and then uvloop's never hears of an ended one: each server of a run took a minute to stop.
     """
     config = server_config(app)
-    config.port, config.timeout_graceful_shutdown, config.loop = port, 1, "asyncio"
+    config.port, config.timeout_graceful_shutdown, config.loop = port, 0, "asyncio"
     server = _Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
