@@ -48,6 +48,7 @@ from solver.solve import solve
 from tests import clock
 from tests.problems import KNOWN_OPTIMA
 from tests.random_timings import exceeded, random_peaks_bytes
+from tests.sample import examples
 
 PATIENCE_S = 120.0
 """Time limit of a test for what comes much sooner on a machine that is not overloaded."""
@@ -294,7 +295,7 @@ def heard(
 PUBLISHED = [name for name, method in METHODS.items() if method.kind == "published"]
 SEARCHES = [name for name in METHODS if name not in PUBLISHED]
 
-TIMINGS = 1000
+TIMINGS = examples(1000)
 """Executions of every schedule, each under random durations of its own."""
 
 

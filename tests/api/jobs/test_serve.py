@@ -65,9 +65,11 @@ def test_it_stands_up_again(environment: dict[str, str], free_tcp_port: int, for
         psycopg.connect(f"postgresql://postgres:@/postgres?host={folder}")
 
 
-def test_no_worker_where_none_is_asked_for(environment: dict[str, str], free_tcp_port: int) -> None:
-    with _serving(environment, free_tcp_port, "--no-worker") as (service, client):
-        assert _workers_of(service) == []
+def test_no_worker_where_none_is_asked_for(
+    environment: dict[str, str], free_tcp_port: int, forked_services: Path
+) -> None:
+    with _serving(environment, free_tcp_port, "--no-worker", python=forked_services / "python") as (_, client):
+        assert _workers_of(_listening_pid(free_tcp_port)) == []
         answer = client.post("/v1/schedules", json={"problem": uniform(2, 3).to_data()})
         assert answer.json()["status"] == "queued"
 
@@ -99,12 +101,12 @@ def _has_ended(process: psutil.Process) -> bool:
 
 @contextmanager
 def _serving(
-    environment: dict[str, str], port: int, *options: str
+    environment: dict[str, str], port: int, *options: str, python: str | Path = sys.executable
 ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
     """A service that answers, and a client of it."""
     with (
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "optpipe", "serve", "--port", str(port), *options],
+            [python, "-P", "-m", "optpipe", "serve", "--port", str(port), *options],
             env=environment,
         ) as service,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=90) as client,
@@ -141,12 +143,18 @@ def _database_of(environment: dict[str, str]) -> psutil.Process:
 
 
 def _worker_of(service: subprocess.Popen[bytes]) -> psutil.Process:
-    (worker,) = _workers_of(service)
+    (worker,) = _workers_of(service.pid)
     return worker
 
 
-def _workers_of(service: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return [child for child in psutil.Process(service.pid).children() if "worker" in child.cmdline()]
+def _listening_pid(port: int) -> int:
+    (found,) = (one for one in psutil.net_connections("tcp") if one.laddr[1:] == (port,) and one.status == "LISTEN")
+    assert found.pid is not None
+    return found.pid
+
+
+def _workers_of(service_pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(service_pid).children() if "worker" in child.cmdline()]
 
 
 def _command(forked: Path, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

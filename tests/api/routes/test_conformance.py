@@ -26,13 +26,15 @@ keys. 304 answers an If-None-Match that every answer matches."""
 EXAMPLES = 3
 """Made-up requests a call, besides those that try every single field."""
 
+SPARED = "phases.coverage.enabled = false\n"
+"""Of calls whose single fields this run does not try: a problem has so many that they are most of all requests."""
+
 ENDLESS = "/v1/events"
 """Its stream has no end; `test_events` has what it answers."""
 
 
 def test_every_answer_is_as_described(service_url: str, service_settings: Settings, tmp_path: Path) -> None:
     config = tmp_path / "schemathesis.toml"
-    config.write_text(CONFIG)
     description = f"{service_url}/openapi.json"
     command = [Path(sys.executable).with_name("st"), "--config-file", config, "run", description]
     authorization = f"Bearer {new_key(service_settings)}"
@@ -45,6 +47,8 @@ def test_every_answer_is_as_described(service_url: str, service_settings: Settin
     }
     described = httpx.get(description, headers={"Authorization": authorization}).json()["paths"]
     chosen = some(sorted(described.keys() - {ENDLESS}))
+    spared = sorted({*chosen} - {*some(chosen)})
+    config.write_text(CONFIG + "".join(f'[[operations]]\ninclude-path = "{path}"\n{SPARED}' for path in spared))
     # Apart: an id names one job under both prefixes, and what is deleted under one is gone under the other.
     for is_plan in (False, True):
         paths = [("--include-path", path) for path in chosen if path.startswith("/v1/plans") is is_plan]
