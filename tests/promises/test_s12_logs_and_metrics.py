@@ -93,6 +93,23 @@ def _check_labels(metrics: str) -> None:
     assert len(metrics.splitlines()) < 500
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_traceback_has_no_values(log: io.StringIO, as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", log)  # that of the set-up is pytest's again
+    configure_logging(as_json)
+
+    def fail(key: str) -> None:
+        raise RuntimeError(f"of {len(key)} letters")
+
+    try:
+        fail(SECRET_WORD)
+    except RuntimeError as error:
+        structlog.get_logger("optpipe.test").error("a bug", exc_info=error)
+        logging.getLogger("elsewhere").exception("of a library")
+    assert log.getvalue().count("RuntimeError: of 8 letters") == 2
+    assert SECRET_WORD not in log.getvalue()
+
+
 def test_every_line_is_json(log: io.StringIO) -> None:
     structlog.get_logger("optpipe.test").info("text with\nnewline", value=1.5)
     logging.getLogger("elsewhere").warning("of a library: %s", "x")
