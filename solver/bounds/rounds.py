@@ -12,7 +12,7 @@ import numpy as np
 from optpipe.problem import Problem
 from optpipe.stage import Stage
 from solver.bounds.device import OnDevice, usable_bytes
-from solver.variants import Variant, fitting_variants
+from solver.variants import Variant, variants
 
 
 def round_bounds_us(problem: Problem) -> Sequence[float]:
@@ -44,8 +44,7 @@ MOST_SHARES = 64
 
 
 def _round_bound_us(device: OnDevice) -> float:
-    stage, microbatches = device.stages[0], device.problem.units
-    choices = fitting_variants(device.problem, device.numbers[0])
+    stage, microbatches, choices = device.stages[0], device.problem.units, variants(device.stages[0])
     bound_us = _of_rounds_us(device, choices, microbatches)
     recompute_us = min((variant.mode.recompute_us for variant in choices if variant.mode.recomputes), default=0)
     if not recompute_us:

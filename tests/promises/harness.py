@@ -21,6 +21,7 @@ from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
+from unittest.mock import patch
 from uuid import UUID
 
 import pytest
@@ -282,7 +283,9 @@ def heard(
         if on_event:
             on_event(event)
 
-    with _StubbornChild() as child:
+    # The parent knows its name too: a method that nobody knows is refused.
+    known = {method: replace(METHODS["search"], name=method)}
+    with patch.dict(METHODS, known), _StubbornChild() as child:
         if loaded:
             child.wait_until_loaded()
             limits = replace(limits, began=time.perf_counter())
