@@ -12,7 +12,7 @@ import numpy as np
 from optpipe.problem import Problem
 from optpipe.stage import Stage
 from solver.bounds.device import OnDevice, usable_bytes
-from solver.variants import Variant, variants
+from solver.variants import Variant, fitting_variants
 
 
 def round_bounds_us(problem: Problem) -> Sequence[float]:
@@ -44,7 +44,8 @@ MOST_SHARES = 64
 
 
 def _round_bound_us(device: OnDevice) -> float:
-    stage, microbatches, choices = device.stages[0], device.problem.units, variants(device.stages[0])
+    stage, microbatches = device.stages[0], device.problem.units
+    choices = fitting_variants(device.problem, device.numbers[0])
     bound_us = _of_rounds_us(device, choices, microbatches)
     recompute_us = min((variant.mode.recompute_us for variant in choices if variant.mode.recomputes), default=0)
     if not recompute_us:
@@ -62,6 +63,8 @@ def _round_bound_us(device: OnDevice) -> float:
 
 def _of_rounds_us(device: OnDevice, choices: Sequence[Variant], microbatches: int) -> float:
     """The bound from a device with one stage of so many microbatches, each in one of these variants."""
+    if not choices:
+        return 0.0  # every mode that fits recomputes: no microbatch is left
     stage, s = device.stages[0], device.numbers[0]
     size = min(variant.waiting_bytes for variant in choices)
     started = (
