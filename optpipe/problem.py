@@ -37,7 +37,7 @@ from optpipe.fields import (
 )
 from optpipe.kinds import KIND
 from optpipe.ops import Op
-from optpipe.spread import MAX_PASSES, Gate, SpreadPass, check_spread
+from optpipe.spread import MAX_PASSES, MAX_WAITS, Gate, SpreadPass, check_spread
 from optpipe.stage import SliceFactors, Stage, UnitFactors, UnitStage, exact, scaled_bytes, scaled_us
 
 Floats = NDArray[np.float64]
@@ -157,7 +157,7 @@ class Problem(Displayed, Document):
     slices: Slices | None = None
     overlaps: Annotated[list[Overlap], at_most(MAX_OVERLAPS)] | None = None
     spread: Annotated[list[SpreadPass], at_most(MAX_PASSES)] | None = None
-    gates: Annotated[list[Gate], at_most(MAX_COUNT)] | None = None
+    gates: Annotated[list[Gate], at_most(MAX_WAITS)] | None = None
 
     def __eq__(self, other: object) -> bool:
         """True if all fields are equal. What was derived from them meanwhile, arrays included, says nothing more."""

@@ -22,6 +22,9 @@ from optpipe.stage import Stage
 MAX_PASSES = 32
 """Most passes of a problem."""
 
+MAX_WAITS = 1000
+"""Most gates of a problem, and most entries of `after` in all passes and gates: each is a wait of every microbatch."""
+
 
 class AfterOp(Document):
     """The end of an op of the same microbatch, and the time of the message; no time on the op's own device."""
@@ -63,7 +66,7 @@ class SpreadPass(Document):
     kept_bytes: Annotated[list[Bytes], at_most(MAX_DEVICES)] | None = None
     workspace_bytes: Annotated[list[Bytes], at_most(MAX_DEVICES)] | None = None
     frees: str | None = Field(None, max_length=MAX_PASS_NAME)
-    after: Annotated[list[After], at_most(1000)] = []
+    after: Annotated[list[After], at_most(MAX_WAITS)] = []
 
     def kept(self, device: int) -> int:
         """Bytes that its op on a device keeps; 0 where it has none."""
@@ -82,7 +85,7 @@ class Gate(Document):
 
     op: Literal["F", "B", "W", "O", "R", "C"]
     stage: Index
-    after: Annotated[list[After], at_most(1000)]
+    after: Annotated[list[After], at_most(MAX_WAITS)]
 
     def duty(self, stages: Sequence[Stage]) -> str:
         """The duty that is delayed: B where W is always one op with it."""
@@ -147,7 +150,11 @@ def check_spread(passes: Sequence[SpreadPass], gates: Sequence[Gate], stages: Se
                 raise reject("wrong_length", f"{detail}. Maybe give 0 where a device takes no part")
         if not any(one.us):
             raise reject("no_part", f"{where}.us is 0 on every device. Maybe leave the pass out")
-    for where, after in _afters(passes, gates):
+    waits = list(_afters(passes, gates))
+    if len(waits) > MAX_WAITS:
+        detail = f"spread and gates have {len(waits):,} entries of after together but at most {MAX_WAITS:,} are allowed"
+        raise reject("too_long", f"{detail}. Maybe some repeat others")
+    for where, after in waits:
         if isinstance(after, AfterPass) and after.pass_name not in seen:
             known = ", ".join(seen) or "none"
             raise reject("unknown_pass", f"{where}.pass is {after.pass_name!r}; the passes are: {known}")

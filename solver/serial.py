@@ -334,7 +334,7 @@ class _Serial:
         self.offloaded: set[tuple[int, int]] = set()
         self.held_by_gates = {(s, i) for kind, s in self.graph.gates if kind == "O" for i in range(problem.units)}
         self.on_host_bytes = 0
-        self.resident: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
+        self.resident: list[dict[tuple[int, int], None]] = [{} for _ in problem.devices]
 
     def orders(self) -> Orders | None:
         """The orders, or None where a budget (or the host's) is too small."""
@@ -360,7 +360,7 @@ class _Serial:
         if not self._make_room(device, self._changes("F", s, i)[0]):
             return False
         self._run(Op("F", s, i))
-        self.resident[device].append((s, i))
+        self.resident[device][s, i] = None
         if self.eager and self._may_leave(s, i):
             self._offload(s, i)
         return True
@@ -376,8 +376,7 @@ class _Serial:
         device = int(self.graph.device[s])
         room, kinds = self._backward_room(s, i)
         back = self._moved(s, i) if (s, i) in self.offloaded else 0
-        if (s, i) in self.resident[device]:
-            self.resident[device].remove((s, i))
+        self.resident[device].pop((s, i), None)
         if not self._make_room(device, back + room):
             return False
         if (s, i) in self.offloaded:
@@ -431,7 +430,7 @@ class _Serial:
         return int(self.graph.sizes_bytes["copied"][s, self.graph.whole_option[s], self.graph.unit_class[i]])
 
     def _offload(self, s: int, i: int) -> None:
-        self.resident[self.graph.device[s]].remove((s, i))
+        del self.resident[self.graph.device[s]][s, i]
         self.offloaded.add((s, i))
         self.on_host_bytes += self._moved(s, i)
         self._run(Op("O", s, i))

@@ -184,6 +184,11 @@ def test_documents_and_orders_read_back() -> None:
         (lambda data: data["gates"][0].update(after=[{"pass": "Q"}]), "'Q'; the passes are: S, T"),
         (lambda data: data["gates"][0].update(op="CB"), r"gates\[0\].op is 'CB': input should be 'F', 'B', 'W', 'O'"),
         (lambda data: data["gates"][0].update(stage=2), r"gates\[0\].stage is 2 of 2 stages"),
+        (lambda data: data["gates"].extend(1000 * data["gates"]), "gates has 1,001 entries but at most 1,000"),
+        (
+            lambda data: data["gates"][0]["after"].extend(999 * [{"pass": "S"}]),
+            "have 1,00[1-9] entries of after",
+        ),
         (lambda data: data["spread"][1].update(frees="Q"), "frees is 'Q'; the passes are: S, T"),
         (lambda data: data.update(slices={"count": 2}), "for whole microbatches, but slices is given"),
         (
