@@ -23,7 +23,7 @@ from solver.scale import value_step_us
 from solver.serial import impossible_budgets, known_budgets_bytes, with_statable_peaks
 from solver.solution import Feed, OnProgress, Progress, Solution
 from solver.strategy import SharedIncumbent, Subsolver, TimeSlice, auto_subsolvers, has_lists, run_subsolvers
-from solver.variants import without_useless_copies
+from solver.variants import without_unusable_offloads
 from solver.warm_starts import offer_orders, offer_published
 
 PUBLISHED_SHARE = 0.15
@@ -92,7 +92,7 @@ def search(
         bound_us = snapped_bound(value_us, lower_bound_us(problem), value_step_us(problem))
         return Solution(orders, value_us, bound_us, chosen.name)
     refuse_unsupported(chosen, problem)
-    given, problem = problem, without_useless_copies(problem)
+    given, problem = problem, without_unusable_offloads(problem)
     short = impossible_budgets(problem)
     if short:
         device, needed, budget = short[0]

@@ -86,24 +86,24 @@ def unit_variants(problem: Problem, stage: int, unit: int) -> Sequence[Variant]:
     return [variant._replace(mode=choices[variant.choice]) for variant in variants(problem.stages[stage])]
 
 
-def without_useless_copies(problem: Problem) -> Problem:
+def without_unusable_offloads(problem: Problem) -> Problem:
     """The problem without offloads for which the host has no room, whatever else it holds; itself where there are none.
 
     The same schedules keep the budgets of both.
     """
-    return problem.derived(_without_useless_copies)
+    return problem.derived(_without_unusable_offloads)
 
 
-def _without_useless_copies(problem: Problem) -> Problem:
+def _without_unusable_offloads(problem: Problem) -> Problem:
     host = inf if problem.host_memory_bytes is None else problem.host_memory_bytes
-    useless = [
+    unusable = [
         stage.offload is not None and all(own.offload.bytes > host for own in of_classes if own.offload)
         for stage, of_classes in zip(problem.stages, problem.unit_stages, strict=True)
     ]
-    if not any(useless):
+    if not any(unusable):
         return problem
     stages = [
         stage.replaced(offload=None) if left_out else stage
-        for stage, left_out in zip(problem.stages, useless, strict=True)
+        for stage, left_out in zip(problem.stages, unusable, strict=True)
     ]
     return problem.replaced(stages=stages)

@@ -21,7 +21,7 @@ from solver.bounds.unit_order import MOST_RELEASE_NODES, from_stage, ordered_bou
 from solver.bounds.units import memory_time_bounds_us
 from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 from solver.bounds.whole_forwards import whole_forwards_bound_us
-from solver.variants import fitting_variants, without_useless_copies
+from solver.variants import fitting_variants, without_unusable_offloads
 
 
 def lower_bound_us(problem: Problem, without: Set[str] = frozenset()) -> float:
@@ -52,7 +52,7 @@ def lower_bounds_us(problem: Problem, without: Set[str] = frozenset()) -> dict[s
     All of these are of F, B and W: where the first stages have F alone, of the stages behind them. With spread passes
     they are of a relaxation that has none.
     """
-    problem = without_useless_copies(problem)
+    problem = without_unusable_offloads(problem)
     if problem.spread or problem.gates:
         bounds = lower_bounds_us(without_passes(problem), without)
         apart = block_relaxation(problem) if problem.overlaps else problem

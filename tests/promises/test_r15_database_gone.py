@@ -1,4 +1,4 @@
-"""R15: the database is gone for a while: callers are told to come back, workers go on, and no job is lost."""
+"""R15: the database is down for a time: callers get 503 with Retry-After, workers resume, and no job is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.promises.harness import submitted, until, workers_on
 from tests.sample import FULL
 
 GONE_S = 10.0 if FULL else 6.0
-"""Twice the time after which a worker that says nothing is given up."""
+"""Seconds for which the database is down: two heartbeats of a worker."""
 
 
 class Database:

@@ -16,7 +16,7 @@ from tests.sample import examples
 
 pytestmark = pytest.mark.usefixtures("forked_pool")
 
-CLIENTS, SUBMISSIONS = 50, examples(10)
+CLIENTS, SUBMISSIONS = 50, examples(10, 5)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ EXAMPLES = 3
 """Made-up requests a call, besides those that try every single field."""
 
 SPARED = "phases.coverage.enabled = false\n"
-"""Of calls whose single fields this run does not try: a problem has so many that they are most of all requests."""
+"""Settings of calls whose single fields this run leaves out: a problem has so many that most requests are theirs."""
 
 ENDLESS = "/v1/events"
 """Its stream has no end; `test_events` has what it answers."""

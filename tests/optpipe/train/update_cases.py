@@ -27,7 +27,7 @@ from tests.sample import FULL
 
 STAGES, STEPS = 4, 100 if FULL else 60
 WITHOUT_LOSS = (0, 7, 8, 50, STEPS - 1)
-"""Before an optimizer has any state, two in a row, and one that only the end of the run settles."""
+"""Steps without a loss: before an optimizer has any state, two in a row, one that only the end of the run settles."""
 
 
 def published(method: str, devices: int, *, v_shape: bool = False) -> Schedule:

@@ -1,4 +1,4 @@
-"""Golden orders: published schedules answer every instance and a seeded set of random problems as they were recorded.
+"""Golden orders: published schedules answer instances and a seeded set of random problems as they were recorded.
 
 The digests lie in ``golden_orders.json``, of every combination that a method handles. Where orders change on purpose,
 ``python -m tests.solver.published.test_golden_orders`` records them anew, and the commit says why they changed.
@@ -145,7 +145,7 @@ def record(scheduler: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def test_orders_are_those_recorded(scheduler: str) -> None:
     golden = json.loads(GOLDEN.read_text())[scheduler]
     assert len(golden) >= 10
-    names = some(list(problems()))
+    names = some(sorted(golden)) + some(sorted({*problems()} - {*golden}))
     assert dict(record(scheduler, names)) == {name: golden[name] for name in names if name in golden}
 
 
