@@ -62,10 +62,7 @@ async def best_schedule(
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """The best schedule so far, verified. The ETag changes whenever a better one is found."""
-    if drop_offload and (format == DOCUMENT or "drop_offload" not in _SERVED[format].options):
-        raise unprocessable(
-            "nothing_to_drop", f"drop_offload is given with {format}, which keeps offloads. Maybe leave it out."
-        )
+    check_drop_offload(format, drop_offload)
     revision = await service.store.best_revision(job_id, owner)
     tag = _tag(revision, format, drop_offload)
     if is_known(tag, if_none_match):
@@ -74,6 +71,14 @@ async def best_schedule(
     answer = await schedule_response(service, owner, job_id, best, format, drop_offload)
     answer.headers.update(validated_by(_tag(best.revision, format, drop_offload)))
     return answer
+
+
+def check_drop_offload(format: Format, drop_offload: bool) -> None:
+    """Raise HttpError where offloads are to be left out of a format that keeps them."""
+    if drop_offload and (format == DOCUMENT or "drop_offload" not in _SERVED[format].options):
+        raise unprocessable(
+            "nothing_to_drop", f"drop_offload is given with {format}, which keeps offloads. Maybe leave it out."
+        )
 
 
 def _tag(revision: BestRevision, format: Format, drop_offload: bool) -> str:

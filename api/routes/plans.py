@@ -143,6 +143,7 @@ async def schedule(
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """The schedule of the best strategy, or of another one: of one pipeline, verified."""
+    documents.check_drop_offload(format, drop_offload)
     if not strategy:
         return await documents.best_schedule(service, owner, job_id, format, drop_offload, if_none_match)
     try:

@@ -57,6 +57,8 @@ def test_a_plan_is_a_job(client: Client) -> None:
     assert verify(drawn).ok
     assert len(drawn.problem.devices) == other["pp"]
     assert len(drawn.problem.stages) == other["pp"] * other["vpp"]
+    kept = client.get(f"{path}/schedule", params={"strategy": named, "format": "png", "drop_offload": True})
+    assert (kept.status_code, kept.json()["errors"][0]["code"]) == (422, "nothing_to_drop")
     for text, code in (("tp=3", "unknown_strategy"), ("tp=x", "bad_parameter"), ("tp", "bad_parameter")):
         [fault] = client.get(f"{path}/schedule", params={"strategy": text}).json()["errors"]
         assert (fault["pointer"], fault["code"]) == ("", code)
