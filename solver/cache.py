@@ -121,7 +121,7 @@ def _units(budget_bytes: int | None, unit_bytes: int) -> int | None:
     return budget_bytes // unit_bytes if budget_bytes is not None and unit_bytes else None
 
 
-FORMAT = "cache-3"
+FORMAT = "cache-4"
 """The folder's name, and a part of every digest. A new one forgets all proofs, here and in the service's database:
 needed where a bound turns out to have been wrong, or the canonical form changes."""
 

@@ -185,9 +185,14 @@ class Variables:
     def add_task(
         self, op: Op, presence: cp_model.IntVar | None, earliest: int = 0, latest_end: int | None = None
     ) -> None:
-        """An op that runs if `presence` (None: always), from `earliest` on and until `latest_end` (None: horizon)."""
+        """An op that runs if `presence` (None: always), from `earliest` on and until `latest_end` (None: horizon).
+
+        The start of an absent op stays a variable, no less than the end of the one before it, so it has no length.
+        """
         ticks = self.length(*op)
-        last_start = (self.horizon if latest_end is None else latest_end) - ticks
+        last_start = self.horizon if latest_end is None else latest_end
+        if presence is None or latest_end is not None:
+            last_start -= ticks
         start = self.model.new_int_var(earliest, max(last_start, earliest), str(op))
         if presence is None:
             interval = self.model.new_fixed_size_interval_var(start, ticks, f"{op}.")

@@ -106,6 +106,22 @@ def test_the_model_has_every_schedule(seed: int) -> None:
     assert variables.grid.us(solver.objective_value) == pytest.approx(value_us, rel=1e-12)
 
 
+def test_an_activation_that_stays_holds_back_no_reload() -> None:
+    """The third, whose copies would be three times as long, stays: the reload of the second may end as late as it can.
+
+    HiGHS proves the same value by another model.
+    """
+    offload = {"bytes": 2, "offload_us": 1, "reload_us": 10}
+    stage = {"activation_bytes": 2, "backward_weight_bytes": 0, "offload": offload, "forward_us": 3}
+    stages = [stage | {"device": d, "backward_input_us": 2 - d, "backward_weight_us": 1} for d in (0, 1)]
+    data = unequal(2, 3).to_data() | {"stages": stages, "transfer_us": 2, "copy_channels": {"duplex": True}}
+    data |= {"devices": [{"memory_bytes": 9}, {"memory_bytes": 10}], "objective": "makespan"}
+    problem = Problem.from_data(data | {"microbatch_factors": [{}, {}, {"bytes": 3, "transfer": 3}]})
+    for method in ("cp-sat", "milp"):
+        schedule = solve(problem, method, Limits(120, workers=1))
+        assert (schedule.status, schedule.value_us) == ("optimal", 29)
+
+
 def causal(budget: int) -> Problem:
     """Four causal slices of four microbatches on four devices, attention half of F, backwards in one op."""
     growing = {name: [15, 21, 27, 33] for name in ("forward", "backward_input", "backward_weight")}
