@@ -83,6 +83,12 @@ def better(recorded: Recorded, figures: Figures) -> bool:
     return not _above(figures.value_us, recorded.value_us) and _above(figures.bound_us, recorded.bound_us)
 
 
+def _supersedes(figures: Figures, recorded: Recorded) -> bool:
+    """Return whether a run is better than its record, or as good where that does not say which search found it."""
+    as_good = not _above(figures.value_us, recorded.value_us) and not _above(recorded.bound_us, figures.bound_us)
+    return better(recorded, figures) or (not recorded.found_by and as_good)
+
+
 def _above(one_us: float, other_us: float, tolerance: float = 0.0) -> bool:
     """Return whether one exceeds the other by more than a share `tolerance` of it (and by more than rounding)."""
     return one_us > other_us + max(tolerance, RELATIVE_TOLERANCE) * abs(other_us)
@@ -144,15 +150,16 @@ def _above_public(case: Case, figures: Figures) -> tuple[str, ...]:
 def with_records(suite: Suite, results: Sequence[Result], limits: Limits, force: bool) -> tuple[Suite, int]:
     """Return the suite with updated records, and how many were updated.
 
-    A record is one reproducible run, so it is replaced as a whole: a missing one by any run, others by a better run, or
-    with `force` by any. Runs that were interrupted, failed or contradict the record (unless `force`) are not recorded.
+    A record is one reproducible run, so it is replaced as a whole: a missing one by any run, one that does not say what
+    found it by a run as good, others by a better run, or with `force` by any. Runs that were interrupted, failed or
+    contradict the record (unless `force`) are not recorded.
     """
     records = {}
     for result in results:
         figures, recorded = result.measured.figures, result.case.recorded
         if figures is None or result.measured.interrupted:
             continue
-        if force or recorded is None or (not result.verdict.contradiction and better(recorded, figures)):
+        if force or recorded is None or (not result.verdict.contradiction and _supersedes(figures, recorded)):
             records[result.case.instance, result.case.method] = Recorded(
                 value_us=figures.value_us,
                 bound_us=figures.bound_us,

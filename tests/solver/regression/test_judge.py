@@ -148,11 +148,16 @@ def test_better_runs_are_recorded_as_a_whole(tmp_path: Path, old: dict[str, Any]
     }
 
 
+def test_a_run_as_good_is_recorded_where_nobody_knows_what_found_the_value(tmp_path: Path) -> None:
+    record, count = recorded(tmp_path, {"recorded": RECORDED}, measured(figures(100)))
+    assert (record["found_by"], count) == ("zb-h1", 1)
+
+
 @pytest.mark.parametrize(
     ("old", "run", "forced"),
     [
         ({"value_us": 103}, measured(figures(95)), True),
-        ({}, measured(figures(100)), True),
+        ({"found_by": "lists"}, measured(figures(100)), True),
         ({"value_us": 120, "bound_us": 110}, measured(figures(100)), True),
         ({"value_us": 110}, measured(figures(95), interrupted=True), False),
         ({}, measured(None, why_not="too tight"), False),
