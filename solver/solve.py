@@ -22,7 +22,15 @@ from solver.methods import method_named, published_orders, refuse_unsupported
 from solver.scale import value_step_us
 from solver.serial import impossible_budgets, known_budgets_bytes, with_statable_peaks
 from solver.solution import Feed, OnProgress, Progress, Solution
-from solver.strategy import SharedIncumbent, Subsolver, TimeSlice, auto_subsolvers, has_lists, run_subsolvers
+from solver.strategy import (
+    SharedIncumbent,
+    Subsolver,
+    TimeSlice,
+    auto_subsolvers,
+    has_lists,
+    run_subsolvers,
+    with_trials,
+)
 from solver.variants import without_unusable_offloads
 from solver.warm_starts import offer_orders, offer_published
 
@@ -105,6 +113,8 @@ def search(
             offer_orders(given, shared, orders, "neighbour")
         if chosen.search is not None:
             subsolvers: Sequence[Subsolver] = [[TimeSlice(chosen.name, chosen.search, 1.0, limits.workers, once=True)]]
+            if chosen.name == "search" and problem.has_free_order:
+                subsolvers = with_trials(subsolvers)
         else:
             subsolvers = auto_subsolvers(problem, limits.workers, limits.lane, limits.without)
         if not shared.stop.requested:

@@ -171,11 +171,11 @@ def offer_published(
 
 
 def offer_orders(problem: Problem, shared: SharedIncumbent, orders: Orders, name: str) -> None:
-    """Offer orders that `name` made, if they are better than the best and within every budget."""
+    """Offer orders that `name` made, if better than others with their order of microbatches and within every budget."""
     simulation = simulate(problem, orders)
     value = simulation.value_us
-    if value < shared.best.value_us and within_budgets(problem, orders, simulation):
-        shared.offer(Solution(orders, value, shared.best.bound_us, name))
+    if value < shared.start_us(orders.microbatch_order) and within_budgets(problem, orders, simulation):
+        shared.begin(Solution(orders, value, shared.best.bound_us, name))
 
 
 def starts(
