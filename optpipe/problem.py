@@ -9,8 +9,9 @@ own costs on each stage: those of the stage times factors. `Problem.stage_of` gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from operator import mul
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -323,10 +324,10 @@ class Problem(Displayed, Document):
         own = self.microbatch_factors or [MicrobatchFactors()]
         largest = UnitFactors._make(max(column) for column in zip(*(one.by_name for one in own), strict=True))
         sends = [*map(max, zip([*self.forward_delay_us, 0], [0, *self.backward_delay_us], strict=True))]
+        common = self.slices.factors if self.slices else SliceFactors()
         for s, stage in enumerate(self.stages):
-            slices = self._slice_factors[s]
-            most = [max(column) for column in zip(*slices, strict=True)]
-            forward, backward, weight, again, _, large, transfer = map(mul, most, largest)
+            slices = common if stage.slice_factors is None else stage.slice_factors
+            forward, backward, weight, again, _, large, transfer = map(mul, slices.largest, largest)
             copies = [copy for copy in (stage.offload, *(mode.offload for mode in stage.modes)) if copy]
             work = stage.workspace_bytes
             sizes = [stage.activation_bytes, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW]
@@ -345,7 +346,8 @@ class Problem(Displayed, Document):
                 raise reject(
                     "too_large", f"{detail} but at most {MAX_TIME_US} us are allowed. Maybe a factor is a time"
                 )
-            gradients = stage.slice_gradient_bytes * sum(entry.bytes for entry in slices[:-1])
+            earlier = self.slice_count - 1 if slices.bytes is None else slices.earlier_bytes
+            gradients = stage.slice_gradient_bytes * earlier
             most_bytes = max(max(sizes) * large, gradients * largest.bytes)
             if most_bytes > MAX_BYTES:
                 detail = f"stages[{s}] has {float(most_bytes):g} bytes with its largest factor"
@@ -451,20 +453,13 @@ class Problem(Displayed, Document):
             return np.zeros(self.units, np.int64), [0]
         n = self.slice_count
         gradients = any(stage.slice_gradient_bytes for stage in self.stages)
-        slices = [
+        slices = _numbered(
             (*(self._slice_factors[s][q] for s in range(len(self.stages))), gradients and q == n - 1) for q in range(n)
-        ]
+        )
         factors = self.microbatch_factors or [MicrobatchFactors()] * self.microbatches
-        entries = [entry.by_name for entry in factors]
-        numbers: dict[Any, int] = {}
-        classes, firsts = np.empty(self.units, np.int64), []
-        for unit in range(self.units):
-            key = (entries[unit // n], slices[unit % n])
-            if key not in numbers:
-                numbers[key] = len(numbers)
-                firsts.append(unit)
-            classes[unit] = numbers[key]
-        return classes, firsts
+        entries = _numbered(entry.by_name for entry in factors)
+        classes = np.array(_numbered(product(entries, slices)), np.int64)
+        return classes, np.unique(classes, return_index=True)[1].tolist()
 
     def pass_factors(self, unit: int) -> UnitFactors:
         """Factors of spread passes, which are those of a unit's whole microbatch."""
@@ -612,3 +607,9 @@ class Problem(Displayed, Document):
         shared = [list(group) for group in self.copy_channels.shared_by if group]
         named = {device for group in shared for device in group}
         return shared + [[d] for d in range(len(self.devices)) if d not in named]
+
+
+def _numbered(values: Iterable[Hashable]) -> list[int]:
+    """The number of each value among the different ones, which count from 0 in the order in which they come."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]

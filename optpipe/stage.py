@@ -101,6 +101,16 @@ class SliceFactors(Document):
     bytes: Factors = None
     transfer: Factors = None
 
+    @cached_property
+    def largest(self) -> UnitFactors:
+        """The largest factor of each kind."""
+        return UnitFactors(*(exact(max(getattr(self, name, None) or [1])) for name in UnitFactors._fields))
+
+    @cached_property
+    def earlier_bytes(self) -> Fraction:
+        """Sum of the factors of bytes of all slices but the last; 0 where there is no list."""
+        return sum(map(exact, (self.bytes or ())[:-1]), Fraction())
+
 
 class UnitFactors(NamedTuple):
     """Factors of the costs of one unit on a stage. `time` is that of spread passes."""

@@ -91,6 +91,12 @@ def test_units_in_order() -> None:
         ({"microbatch_order": "any"}, "literal_error", "given"),
         ({"microbatch_factors": times(1, 2), "forward_us": MAX_TIME_US}, "too_large", "2e+12 us"),
         ({"microbatch_factors": [{}, {"bytes": 2}], "activation_bytes": 2**53 - 1}, "too_large", "1.80144e+16 bytes"),
+        ({"slices": {"count": 3}, "slice_gradient_bytes": 2**53 - 1}, "too_large", "1.80144e+16 bytes"),
+        (
+            {"slices": {"count": 3, "factors": {"bytes": [1, 2, 1]}}, "slice_gradient_bytes": 2**52},
+            "too_large",
+            "1.35108e+16 bytes",
+        ),
         ({"microbatch_factors": [{}, {"length": 2}]}, "unknown_field", "length"),
     ],
 )
@@ -99,6 +105,13 @@ def test_what_is_refused(fields: dict[str, Any], code: str, detail: str) -> None
         unequal(1, 2, **fields)
     assert code in {issue.code for issue in caught.value.issues}
     assert detail in str(caught.value)
+
+
+def test_a_count_of_slices_builds_nothing() -> None:
+    """A few words may ask for a million: services compare the number of ops with their limit first."""
+    problem = unequal(1, 1, slices={"count": 10**6}, slice_gradient_bytes=1)
+    assert problem.has_factors
+    assert "_slice_factors" not in vars(problem)
 
 
 def test_trivial_factors_change_nothing() -> None:
