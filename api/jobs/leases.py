@@ -316,7 +316,6 @@ async def end(engine: AsyncEngine, lease: Lease, result: JobResult, heartbeats: 
     values: dict[str, Any] = {"status": result.status, "worker": None, "queue_id": None, "finished_at": func.now()}
     values |= {"reason": result.reason, "stopped_by": result.stop_reason, "error": result.error}
     values |= {"budgets_bytes": list(result.budgets_bytes) if result.budgets_bytes is not None else None}
-    values |= {"schedule_bytes": len(text.encode())}
     async with transaction(engine) as connection:
         await queue.remove(connection, lease.queue_id, "canceled" if result.status == "cancelled" else "successful")
         await queue.end_help(connection, lease.job_id)

@@ -27,6 +27,7 @@ from api.jobs.tables import (
     api_keys,
     documents,
     events,
+    incumbents,
     jobs,
     schedules,
     solved_problems,
@@ -96,6 +97,8 @@ def cancelled(job: AnyRow) -> dict[str, Any]:
     }
 
 
+_ORDERS_BYTES = select(func.octet_length(incumbents.c.orders)).where(incumbents.c.job_id == jobs.c.id).scalar_subquery()
+
 AS_NEW: dict[str, Any] = {
     "status": "queued",
     "started_at": None,
@@ -108,9 +111,9 @@ AS_NEW: dict[str, Any] = {
     "stopped_by": None,
     "error": None,
     "budgets_bytes": None,
-    "schedule_bytes": 0,
+    "schedule_bytes": func.coalesce(_ORDERS_BYTES, 0),
 }
-"""New values of an ended job that is queued again, apart from `queue_id`."""
+"""New values of an ended job that is queued again, apart from `queue_id`: of its best schedule the orders are left."""
 
 
 _COLUMNS = [field.name for field in fields(Job) if field.name in jobs.c and field.name != "config"]

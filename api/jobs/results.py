@@ -232,6 +232,7 @@ def document_text(found: Found) -> str:
 
 async def keep_orders(connection: AsyncConnection, job: AnyRow, found: Found) -> None:
     """Keep a verified result as the best of a job, whose row this is."""
+    orders = _kept_text(found)
     values = {
         "revision": job.revision,
         "attempt": job.attempt,
@@ -239,16 +240,24 @@ async def keep_orders(connection: AsyncConnection, job: AnyRow, found: Found) ->
         "bound_us": found.bound_us,
         "method": found.method,
         "seconds": found.solve_seconds,
-        "orders": _kept_text(found),
+        "orders": orders,
     }
     new = insert(incumbents).values(job_id=job.id, **values)
     await connection.execute(new.on_conflict_do_update(index_elements=["job_id"], set_=values))
+    await _count_bytes(connection, job, orders)
+
+
+async def _count_bytes(connection: AsyncConnection, job: AnyRow, text: str) -> None:
+    """Count the text of a job's best as what the job stores of it."""
+    stored = update(jobs).where(jobs.c.id == job.id).values(schedule_bytes=len(text.encode()))
+    await connection.execute(stored)
 
 
 async def keep_document(connection: AsyncConnection, job: AnyRow, text: str) -> None:
-    """Keep the final document of a job."""
+    """Keep the final document of a job, which counts instead of what it was made of."""
     digest = await write_document(connection, text)
     await connection.execute(insert(schedules).values(job_id=job.id, revision=job.revision, document=digest))
+    await _count_bytes(connection, job, text)
 
 
 async def write_document(connection: AsyncConnection, text: str) -> bytes:

@@ -121,6 +121,22 @@ async def test_it_can_be_tried_again_from_its_schedule(store: Store, settings: S
         assert lease.best.method == "1f1b"
 
 
+async def test_a_schedule_counts_as_stored_with_or_without_a_document(store: Store, settings: Settings) -> None:
+    """One that is tried again and cancelled has its schedule still, and would take none of its key's share."""
+    counted = "SELECT stored_bytes - octet_length(problem) - 200 * revision FROM jobs"
+    orders = "SELECT octet_length(orders) FROM incumbents"
+    job = (await store.submit(PROBLEM, JobConfig())).job
+    async with StandIn(settings) as worker:
+        await worker.claim()
+        await worker.find("gpipe")
+        assert _rows(settings, counted) == _rows(settings, orders) != []
+        await worker.end("zb-h1")
+    assert _rows(settings, counted) == [len((await store.best_schedule(job.id)).text.encode())]
+    await store.retry(job.id)
+    await store.cancel(job.id)
+    assert _rows(settings, counted) == _rows(settings, orders)
+
+
 async def test_a_document_goes_with_the_last_who_needs_it(store: Store, settings: Settings) -> None:
     """A job's own, that of an answer; and one that was just written is let be."""
     assert settings.database_url is not None
