@@ -111,15 +111,16 @@ _WHY = {
     421: "The request names another host than this one.",
     422: "The content of body or parameters is wrong; each fault has its place.",
     429: "A cap of the key is reached; Retry-After says when to try again.",
+    431: "The head of the request is too long.",
     500: "A mistake of the server.",
     503: "Too busy, or the database is gone; Retry-After says when to try again.",
 }
 
 _ERROR_HEADERS = {401: ("WWW-Authenticate",), 405: ("Allow",), 429: ("Retry-After",), 503: ("Retry-After",)}
 
-ANYWHERE = (401, 403, 405, 413, 421, 429, 500, 503)
+ANYWHERE = (401, 403, 405, 413, 421, 422, 429, 431, 500, 503)
 """Error statuses of every route."""
-WITH_BODY = (400, 408, 415, 422)
+WITH_BODY = (400, 408, 415)
 """Further error statuses of routes that read a body."""
 
 

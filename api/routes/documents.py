@@ -50,7 +50,7 @@ CONTENT = {one.media_type: _content_of(one.media_type) for one in _SERVED.values
     responses={
         200: {"description": "The schedule.", "content": CONTENT, "headers": headers("ETag")},
         304: {"description": "It is still the one that If-None-Match names.", "headers": headers("ETag")},
-        **errors(404, 422),
+        **errors(404),
     },
 )
 async def best_schedule(
@@ -64,12 +64,12 @@ async def best_schedule(
     """The best schedule so far, verified. The ETag changes whenever a better one is found."""
     check_drop_offload(format, drop_offload)
     revision = await service.store.best_revision(job_id, owner)
-    tag = _tag(revision, format, drop_offload)
+    tag = tag_of(revision, format, drop_offload)
     if is_known(tag, if_none_match):
         return Response(status_code=304, headers=validated_by(tag))
     best = await best_document(service, owner, job_id, revision)
     answer = await schedule_response(service, owner, job_id, best, format, drop_offload)
-    answer.headers.update(validated_by(_tag(best.revision, format, drop_offload)))
+    answer.headers.update(validated_by(tag_of(best.revision, format, drop_offload)))
     return answer
 
 
@@ -81,7 +81,7 @@ def check_drop_offload(format: Format, drop_offload: bool) -> None:
         )
 
 
-def _tag(revision: BestRevision, format: Format, drop_offload: bool) -> str:
+def tag_of(revision: BestRevision, format: Format, drop_offload: bool) -> str:
     """The entity tag of a schedule in a format."""
     parts = [f"{revision.revision}-{revision.bound_us!r}", format]
     parts += ["final"] * revision.final + ["dropped"] * drop_offload
@@ -162,7 +162,7 @@ _WEIGHT = re.compile(r"[01](\.[0-9]{0,3})?", re.ASCII)
             "headers": headers("ETag"),
         },
         304: {"description": "It is the one that If-None-Match names: it never changes.", "headers": headers("ETag")},
-        **errors(404, 422),
+        **errors(404),
     },
 )
 async def submitted_problem(

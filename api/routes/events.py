@@ -121,7 +121,7 @@ async def _connection(service: TheService, owner: Owner) -> AsyncIterator[None]:
     responses={
         200: _STREAM,
         204: {"description": "The job has ended, and the client has seen its last event."},
-        **errors(404, 422),
+        **errors(404),
     },
 )
 async def job_events(
@@ -145,7 +145,7 @@ async def job_events(
     dependencies=[Depends(_connection)],
     responses={
         200: _STREAM,
-        **errors(422),
+        **errors(),
     },
 )
 async def all_events(

@@ -132,7 +132,7 @@ VALIDATED: Responses = {
 }
 
 
-@route("GET", "", response_model=JobsAnswer, responses=errors(422) | VALIDATED)
+@route("GET", "", response_model=JobsAnswer, responses=errors() | VALIDATED)
 async def list_jobs(
     service: TheService,
     owner: Owner,
@@ -172,7 +172,7 @@ async def list_jobs(
     return unless_known(JobsAnswer.of(page), if_none_match)
 
 
-@route("GET", "/{job_id}", response_model=JobAnswer, responses=errors(404, 422) | VALIDATED)
+@route("GET", "/{job_id}", response_model=JobAnswer, responses=errors(404) | VALIDATED)
 async def get_job(
     service: TheService, owner: Owner, key: Key, job_id: UUID, wait: Wait, if_none_match: IfNoneMatch = ""
 ) -> Response:

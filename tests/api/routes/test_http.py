@@ -6,11 +6,13 @@ import json
 from codecs import BOM_UTF8
 from datetime import datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 import pytest
 from httpx import Client
 
 from api import create_app
+from api.server import HEAD_BYTES
 from api.settings import Settings
 from instances import uniform
 from tests.api.harness import body
@@ -219,6 +221,19 @@ def test_headers_of_answers_are_described(client: Client) -> None:
     for methods in document["paths"].values():
         for operation in methods.values():
             assert all("Retry-After" in operation["responses"][status]["headers"] for status in ("429", "503"))
+
+
+def test_every_operation_describes_the_errors_of_any_request(client: Client) -> None:
+    for route, verbs in client.get("/openapi.json").json()["paths"].items():
+        for verb, operation in verbs.items():
+            responses = operation["responses"]
+            path = route.replace("{job_id}", str(UUID(int=0)))
+            wrong = client.request(verb, path, params={"unknown": "1"})
+            long = client.request(verb, path, headers={"X-Long": "x" * 2 * HEAD_BYTES})
+            assert [wrong.status_code, long.status_code] == [422, 431]
+            assert {"422", "431"} <= responses.keys(), route
+            for status, response in responses.items():
+                assert int(status) < 400 or [*response["content"]] == ["application/problem+json"], (route, status)
 
 
 def test_examples_of_the_description_can_be_sent_as_they_are(client: Client) -> None:
