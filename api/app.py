@@ -16,6 +16,7 @@ from api.middleware import (
     AccessLog,
     BodyLimit,
     HeadAsGet,
+    InPieces,
     LocalRequestsOnly,
     RequireKey,
     SecurityHeaders,
@@ -74,6 +75,7 @@ def create_app(settings: Settings) -> FastAPI:
     answer_errors_as_problems(app, [route for router in routers for route in router.routes])
     describe(app, settings.keys_required)
     # The last one added sees a request first.
+    app.add_middleware(InPieces)
     app.add_middleware(CompressMiddleware, brotli=False)
     app.add_middleware(HeadAsGet)
     if settings.keys_required:

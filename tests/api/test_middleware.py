@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from sqlalchemy import make_url
+from starlette.types import Message, Receive, Scope, Send
 
 from api.app import create_app
+from api.middleware import ANSWERED_AT_ONCE_BYTES, InPieces
 from api.settings import Settings
 from tests.api.harness import body, listening
 
@@ -75,3 +78,38 @@ def test_a_body_with_two_lengths_closes_the_connection(open_url: str) -> None:
             answer += part
     assert answer.count(b"HTTP/1.1 ") == 1
     assert b"\r\nconnection: close\r\n" in answer.lower()
+
+
+async def test_a_large_answer_leaves_turns_to_others() -> None:
+    """A middleware around it may take long for each piece, such as to compress it."""
+    body = bytes(range(256)) * 2**12
+    sent: list[Message] = []
+    turns_before: list[int] = []
+    turns = 0
+
+    async def application(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        turns_before.append(turns)
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(take_turns())
+    await InPieces(application)({"type": "http"}, receive, send)
+    others.cancel()
+    start, *pieces = sent
+    assert start["type"] == "http.response.start"
+    assert b"".join(piece["body"] for piece in pieces) == body
+    assert [piece.get("more_body", False) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+    assert max(len(piece["body"]) for piece in pieces) <= ANSWERED_AT_ONCE_BYTES < len(body)
+    assert len({*turns_before[1:]}) == len(pieces)
