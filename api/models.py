@@ -198,9 +198,8 @@ class ReadPlan(_Answer):
     equality_key: str
 
 
-def read_plan(body: bytes, caps: Caps) -> ReadPlan:
-    """Parse the request of a plan and check it against the limits. Raises HttpError, InputError."""
-    plan = read_document(PlanBody, body)
+def read_plan(plan: PlanBody, caps: Caps) -> ReadPlan:
+    """Read the model and the machine of a plan, and check it against the limits. Raises HttpError, InputError."""
     caps.check_limits(plan.config)
     job = plan.job()
     request = plan.to_data()

@@ -21,6 +21,7 @@ from api.models import (
     CheckedAnswer,
     LaunchAnswer,
     LaunchFile,
+    PlanBody,
     ProblemBody,
     ReadSubmission,
     SubmissionBody,
@@ -60,7 +61,7 @@ def parse_batch(body: bytes, caps: Mapping[str, Any]) -> bytes:
 
 def parse_plan(body: bytes, caps: Mapping[str, Any]) -> bytes:
     """The `ReadPlan` of a request within the caps."""
-    return read_plan(body, Caps(**caps)).model_dump_json().encode()
+    return read_plan(read_document(PlanBody, body), Caps(**caps)).model_dump_json().encode()
 
 
 def plan_schedule(body: bytes, values: Mapping[str, Any], max_ops: int) -> bytes:

@@ -15,13 +15,22 @@ from api.errors import unprocessable
 from api.jobs.records import BestRevision
 from api.jobs.submit import Request, SubmittedPlan
 from api.middleware import JsonBody, Key, Owner
-from api.models import JobAnswer, LaunchAnswer, MachinesAnswer, ModelsAnswer, PlanBody, ReadPlan, read_plan
+from api.models import (
+    JobAnswer,
+    LaunchAnswer,
+    MachinesAnswer,
+    ModelsAnswer,
+    PlanBody,
+    ReadPlan,
+    read_document,
+    read_plan,
+)
 from api.openapi import SUBMITTED, WITH_BODY, errors, headers, json_request
 from api.routes import documents
 from api.routes.documents import CONTENT, DOCUMENT, Format, is_known, validated_by
 from api.routes.jobs import VALIDATED, IdempotencyKey, IfNoneMatch, Wait, submitted_response, unless_known
 from api.routes.schedules import INLINE_BYTES
-from api.service import TheService
+from api.service import Service, TheService
 from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import load_model, named_models
 from optpipe.errors import InputError
@@ -70,12 +79,7 @@ async def submit(
 
     `model` is a name of /v1/models or the object of a config.json, `machine` a name of /v1/machines or a document.
     """
-    if len(body) > INLINE_BYTES:
-        read = ReadPlan.model_validate_json(
-            await service.pool.run("parse_plan", body, owner, caps=asdict(service.caps))
-        )
-    else:
-        read = read_plan(body, service.caps)
+    read = await _read(service, owner, body)
     plan = SubmittedPlan(read.text, read.equality_key, read.name, read.gpus)
     request = Request(plan, read.config, owner, idempotency_key, bytes.fromhex(read.body_hash))
     submission = await service.store.submit_request(request)
@@ -85,9 +89,20 @@ async def submit(
     return submitted_response(job, submission)
 
 
+async def _read(service: Service, owner: UUID | None, body: bytes) -> ReadPlan:
+    """What a body asks for. One that is large is read in a process of the pool, and so is one with a model of its own:
+    a few words may be of thousands of layers."""
+    if len(body) <= INLINE_BYTES:
+        plan = read_document(PlanBody, body)
+        if isinstance(plan.model, str):
+            return read_plan(plan, service.caps)
+    answer = await service.pool.run("parse_plan", body, owner, caps=asdict(service.caps))
+    return ReadPlan.model_validate_json(answer)
+
+
 _FOUND = {
     304: {"description": "It is still the one that If-None-Match names.", "headers": headers("ETag")},
-    **errors(404, 422),
+    **errors(404),
 }
 
 
@@ -150,6 +165,9 @@ async def schedule(
         wanted = read_degrees(strategy, "strategy")
     except InputError as error:  # a parameter stands outside the body: no pointer leads to it
         raise unprocessable("bad_parameter", f"the query parameter {error}") from None
+    tag = documents.tag_of(await service.store.best_revision(job_id, owner), format, drop_offload)
+    if is_known(tag, if_none_match):
+        return Response(status_code=304, headers=validated_by(tag))
     plan = await service.store.best_plan(job_id, owner)
     entries = (await asyncio.to_thread(json.loads, plan.text))["strategies"]
     entry = next((one for one in entries if wanted.items() <= one.items()), None)
@@ -162,7 +180,9 @@ async def schedule(
         values = {name: entry[name] for name in FIELDS if name in entry}  # an older version had fewer
         text = await service.pool.run("plan_schedule", body, owner, values=values, max_ops=service.caps.max_ops)
         found = replace(plan, text=text.decode())
-    return await documents.schedule_response(service, owner, job_id, found, format, drop_offload)
+    answer = await documents.schedule_response(service, owner, job_id, found, format, drop_offload)
+    answer.headers.update(validated_by(documents.tag_of(plan.revision, format, drop_offload)))
+    return answer
 
 
 if TYPE_CHECKING:

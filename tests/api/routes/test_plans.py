@@ -30,7 +30,7 @@ JOB: dict[str, Any] = {
 }
 
 
-def test_a_plan_is_a_job(client: Client) -> None:
+def test_a_plan_is_a_job(client: Client, tasks: list[str]) -> None:
     answer = client.post("/v1/plans", params={"wait": 50}, json=JOB)
     job = answer.json()
     path = answer.headers["location"]
@@ -53,8 +53,13 @@ def test_a_plan_is_a_job(client: Client) -> None:
     assert client.get(f"{path}/plan", headers=known).status_code == 304
     other = next(one for one in plan["strategies"] if one["end"] == "solved" and "solved" not in one)
     named = ",".join(f"{name}={other[name]}" for name in ("tp", "pp", "vpp", "dp", "microbatch_size", "recompute"))
-    drawn = Schedule.from_json(client.get(f"{path}/schedule", params={"strategy": named}).content)
+    answer = client.get(f"{path}/schedule", params={"strategy": named})
+    drawn = Schedule.from_json(answer.content)
     assert verify(drawn).ok
+    tasks.clear()
+    known = {"If-None-Match": answer.headers["etag"]}
+    assert client.get(f"{path}/schedule", params={"strategy": named}, headers=known).status_code == 304
+    assert tasks == []
     assert len(drawn.problem.devices) == other["pp"]
     assert len(drawn.problem.stages) == other["pp"] * other["vpp"]
     kept = client.get(f"{path}/schedule", params={"strategy": named, "format": "png", "drop_offload": True})
@@ -108,6 +113,14 @@ def check_launch_files(client: Client, path: str, plan: dict[str, Any]) -> None:
     with pytest.raises(HttpError, match=r"of the plan, model is of model_type 'olmo2'.* Maybe --to bridge") as raised:
         launch(json.dumps(other).encode(), "megatron")
     assert [(fault.pointer, fault.code) for fault in raised.value.faults] == [("", "cannot_run")]
+
+
+def test_a_model_that_is_given_whole_is_read_in_the_pool(idle: Client, tasks: list[str]) -> None:
+    """A few words may be of thousands of layers."""
+    name = JOB["model"]
+    for model in (name, named_models()[name]):
+        assert idle.post("/v1/plans", json=JOB | {"model": model}).status_code == 202
+    assert tasks == ["parse_plan"]
 
 
 def test_what_jobs_have(idle: Client) -> None:

@@ -11,7 +11,6 @@ import pytest
 from httpx import Client
 
 from api.jobs.results import Equality
-from api.process_pool import ProcessPool
 from api.routes.schedules import INLINE_BYTES, INLINE_OPS
 from api.settings import Settings
 from instances import HALF, uniform
@@ -241,21 +240,6 @@ def test_a_schedule_that_is_known_is_not_sent_again(client: Client) -> None:
     assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
     other = client.get(path, params={"format": "svg"}, headers={"If-None-Match": first.headers["etag"]})
     assert other.status_code == 200
-
-
-@pytest.fixture
-def tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The tasks of the pool's processes, as they are asked for."""
-    asked: list[str] = []
-    run = ProcessPool.run
-
-    async def counted(pool: ProcessPool, task: str, body: bytes, owner: UUID | None, **options: Any) -> bytes:
-        assert owner is not None  # whose quota it is
-        asked.append(task)
-        return await run(pool, task, body, owner, **options)
-
-    monkeypatch.setattr(ProcessPool, "run", counted)
-    return asked
 
 
 @pytest.mark.parametrize(("microbatches", "made"), [(4, []), (INLINE_OPS, ["build_equal"])])
