@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +51,15 @@ def test_the_description_of_the_interface_is_asked_for_with_the_key(page: Page) 
     with page.expect_download() as downloaded:
         page.get_by_role("link", name="openapi.json").click()
     assert json.loads(downloaded.value.path().read_text())["openapi"] == "3.1.0"
+
+
+def test_the_command_for_a_terminal_sends_the_key(page: Page, service_url: str, key: str) -> None:
+    page.goto(f"/#/jobs/{posted(service_url, key)}")
+    command = page.locator("[data-part=command]")
+    expect(command).to_contain_text("/schedule")
+    shown = ["sh", "-c", f"{command.inner_text()} -sS"]
+    answer = subprocess.run(shown, capture_output=True, env=os.environ | {"OPTPIPE_KEY": key}, check=True).stdout
+    assert json.loads(answer)["format"] == "optpipe.schedule/1"
 
 
 def test_without_a_key_the_page_says_why_it_is_empty(stranger: Page) -> None:

@@ -10,6 +10,7 @@ import { hasEnded, readHistory, subscribe } from "../events.js";
 import { splitTags } from "../form/config.js";
 import { GanttChart } from "../gantt/chart.js";
 import { OBJECTIVES, fillStatus, instantElement, jobName, stateText } from "../jobs.js";
+import { keyHeader } from "../key.js";
 import { Progress } from "../progress.js";
 import { FIRST_RETRY_MS, LONGEST_RETRY_MS, maySucceedLater } from "../retry.js";
 import { bubbleRate, highestPeakBytes } from "../schedule.js";
@@ -205,7 +206,8 @@ class JobView {
     part(this.root, "elapsed", HTMLElement).textContent = elapsedText(job);
     this.#setFigure("config", configText(job.config ?? {}));
     this.#setFigure("attempts", String(job.attempt));
-    this.#setFigure("command", `curl ${location.origin}/v1/schedules/${job.id}/schedule`);
+    const key = "Authorization" in keyHeader() ? ' -H "Authorization: Bearer $OPTPIPE_KEY"' : "";
+    this.#setFigure("command", `curl${key} ${location.origin}/v1/schedules/${job.id}/schedule`);
     part(this.root, "tags", HTMLElement).replaceChildren(...job.tags.map((tag) => element("span", tag, "tag")));
     part(this.root, "job-note", HTMLElement).textContent = job.note;
     part(this.root, "job-note", HTMLElement).hidden = !job.note;
