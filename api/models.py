@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -323,26 +324,42 @@ def _over(pointer: str, name: str, asked: float, most: float) -> Exception:
     return unprocessable("out_of_range", detail, f"{pointer}/{name}")
 
 
-def read_submission(body: bytes, caps: Caps, problem_alone: bool = False) -> SubmissionBody:
+class LongCheckError(Exception):
+    """The check of a body may take longer than an event loop may wait."""
+
+
+def _refuse_long_check(problems: Sequence[Problem], most_ops: float) -> None:
+    """Raise LongCheckError where units have costs of their own, which are compared, and too many ops."""
+    if sum(count_ops(problem) for problem in problems if problem.has_factors) > most_ops:
+        raise LongCheckError
+
+
+def read_submission(
+    body: bytes, caps: Caps, problem_alone: bool = False, most_ops: float = float("inf")
+) -> SubmissionBody:
     """Parse a body and check it against the limits. Raises HttpError.
 
-    `problem_alone`: a body that is a problem will do, and is solved with the default configuration.
+    `problem_alone`: a body that is a problem will do, and is solved with the default configuration. Raises
+    LongCheckError for more than `most_ops` whose check takes long.
     """
     data = _read_json(body)
     if problem_alone and isinstance(data, dict) and "problem" not in data:
         problem = _validate(Problem, data, len(body))
+        _refuse_long_check([problem], most_ops)
         caps.check_problem(problem, pointer="")
         submission = SubmissionBody(problem=problem)
     else:
         submission = _validate(SubmissionBody, data, len(body))
+        _refuse_long_check([submission.problem], most_ops)
         caps.check_problem(submission.problem)
     caps.check_config(submission.problem, submission.config)
     return submission
 
 
-def read_batch(body: bytes, caps: Caps) -> list[SubmissionBody]:
-    """Parse a batch and check each submission against the limits. Raises HttpError."""
+def read_batch(body: bytes, caps: Caps, most_ops: float = float("inf")) -> list[SubmissionBody]:
+    """Parse a batch and check each submission against the limits. Raises as `read_submission`."""
     submissions = read_document(BatchBody, body).submissions
+    _refuse_long_check([submission.problem for submission in submissions], most_ops)
     for k, submission in enumerate(submissions):
         caps.check_problem(submission.problem, f"/submissions/{k}/problem")
         caps.check_config(submission.problem, submission.config, f"/submissions/{k}/config")

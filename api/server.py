@@ -253,7 +253,9 @@ class Protocol(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
-        answer = problem_response(refusal, uuid4().hex)
+        request_id = uuid4().hex
+        answer = problem_response(refusal, request_id)
+        answer.headers["X-Request-ID"] = request_id
         headers = [*answer.raw_headers, *((name.encode(), value.encode()) for name, value in SECURITY_HEADERS.items())]
         events = (
             h11.Response(

@@ -20,6 +20,7 @@ from api.middleware import JsonBody, Key, Owner
 from api.models import (
     CheckedAnswer,
     JobAnswer,
+    LongCheckError,
     ReadSubmission,
     SubmissionBody,
     hash_submission,
@@ -40,7 +41,8 @@ INLINE_BYTES = 64 * 2**10
 """Bodies up to here are parsed within milliseconds, and so at once; larger ones in a process of the pool."""
 
 INLINE_OPS = 2_000
-"""Ops up to which a schedule is made from that of an equal problem in this process, within milliseconds."""
+"""Ops up to which a schedule is made from that of an equal problem, and costs of units are compared, in this process,
+within milliseconds."""
 
 
 @router.post(
@@ -70,7 +72,9 @@ async def submit(
     """Have a problem solved. An equal problem that was solved at least as well before is answered at once."""
     if operation == "validate":
         if len(body) <= INLINE_BYTES:
-            return JSONResponse(CheckedAnswer.of(read_submission(body, service.caps).problem).model_dump())
+            with suppress(LongCheckError):
+                document = read_submission(body, service.caps, most_ops=INLINE_OPS)
+                return JSONResponse(CheckedAnswer.of(document.problem).model_dump())
         checked = await service.pool.run("check_submission", body, owner, caps=asdict(service.caps))
         return Response(checked, media_type="application/json")
     submission = await submit_body(service, owner, body, idempotency_key)
@@ -83,17 +87,20 @@ async def submit(
 async def submit_body(
     service: Service, owner: UUID | None, body: bytes, idempotency_key: str | None, problem_alone: bool = False
 ) -> Submission:
-    """Submit what a body describes, a large one parsed in a process of the pool; `problem_alone` as `read_submission`.
+    """Submit what a body describes; `problem_alone` as `read_submission`. One that is large, or takes long to check, is
+    read in a process of the pool.
 
     Raises HttpError, JobError.
     """
-    if len(body) > INLINE_BYTES:
+    request = None
+    if len(body) <= INLINE_BYTES:
+        with suppress(LongCheckError):
+            document = read_submission(body, service.caps, problem_alone, INLINE_OPS)
+            request = _request(document, service.pool, owner, idempotency_key)
+    if request is None:
         options = {"caps": asdict(service.caps), "problem_alone": problem_alone}
         head, text = (await service.pool.run("parse_submission", body, owner, **options)).split(b"\n", 1)
         request = _large_request(head, text, service.pool, owner, idempotency_key)
-    else:
-        document = read_submission(body, service.caps, problem_alone)
-        request = _request(document, service.pool, owner, idempotency_key)
     return await service.store.submit_request(request)
 
 
@@ -105,13 +112,16 @@ async def submit_batch(
     Each is stored with an Idempotency-Key of its own: the first one with the caller's, so that no single submission has
     that too, and the others with a space, which no caller's key has.
     """
-    if len(body) > INLINE_BYTES:
+    requests = []
+    if len(body) <= INLINE_BYTES:
+        with suppress(LongCheckError):
+            documents = read_batch(body, service.caps, INLINE_OPS)
+            requests = [_request(document, service.pool, owner, None) for document in documents]
+    if not requests:
         answer = await service.pool.run("parse_batch", body, owner, caps=asdict(service.caps))
         lines = answer.split(b"\n")
         parsed = zip(lines[::2], lines[1::2], strict=True)
         requests = [_large_request(head, text, service.pool, owner, None) for head, text in parsed]
-    else:
-        requests = [_request(document, service.pool, owner, None) for document in read_batch(body, service.caps)]
     if idempotency_key is not None:
         whole = hashlib.sha256(b"batch" + b"".join(request.body_hash for request in requests)).digest()
         keys = [idempotency_key, *(f"{idempotency_key} {k}" for k in range(1, len(requests)))]

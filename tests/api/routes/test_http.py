@@ -231,6 +231,7 @@ def test_every_operation_describes_the_errors_of_any_request(client: Client) -> 
             wrong = client.request(verb, path, params={"unknown": "1"})
             long = client.request(verb, path, headers={"X-Long": "x" * 2 * HEAD_BYTES})
             assert [wrong.status_code, long.status_code] == [422, 431]
+            assert long.headers["x-request-id"] == long.json()["request_id"]
             assert {"422", "431"} <= responses.keys(), route
             for status, response in responses.items():
                 assert int(status) < 400 or [*response["content"]] == ["application/problem+json"], (route, status)

@@ -258,6 +258,21 @@ def test_a_known_problem_with_many_ops_is_answered_by_the_pool(
     assert tasks == made * 2
 
 
+def test_costs_of_many_units_are_compared_in_the_pool(idle: Client, tasks: list[str]) -> None:
+    """A few words may be of thousands of slices, and a batch of a hundred such."""
+    for slices, in_pool in ((100, False), (INLINE_OPS, True)):
+        problem = uniform(1, 1).to_data() | {"slices": {"count": slices}}
+        problem["stages"][0]["slice_gradient_bytes"] = 1
+        asked = {"problem": problem, "config": {"method": "search"}}
+        tasks.clear()
+        assert idle.post("/v1/schedules", params={"operation": "validate"}, json=asked).json()["ops"] == 3 * slices
+        assert idle.post("/v1/schedules", json=asked).status_code == 202
+        assert idle.post("/v1/solve", params={"wait": 0}, json=problem).status_code == 202
+        assert idle.post("/v1/batch/submit", json={"submissions": [asked] * 2}).is_success
+        expected = ["check_submission", "parse_submission", "parse_submission", "parse_batch"]
+        assert tasks == (expected if in_pool else [])
+
+
 def test_a_schedule_that_is_not_kept_is_made_once(client: Client, service_settings: Settings, tasks: list[str]) -> None:
     job_id = solved(client)["id"]
     path = f"/v1/schedules/{job_id}/schedule"
