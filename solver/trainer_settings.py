@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from optpipe.errors import DeadlockError, InputError, Issue, MethodError
-from optpipe.export.launch.megatron import OFFLOAD_MODULES, OVERLAP
+from optpipe.export.launch.megatron import OFFLOAD_MODULES, OVERLAP, group_size
 from optpipe.export.megatron_layout import layout_text, parse_layout
 from optpipe.kinds import PLAIN_BACKWARD
 from optpipe.mode_names import KEPT, OFFLOAD, SELECTIVE, parse_recomputed
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.partition import cut_in_name, predicted_in_name
+from optpipe.placement import placement
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
@@ -43,12 +44,18 @@ MEGATRON_MODULES = {
 }
 """Parts of a block whose recomputation Megatron-LM can switch on, by the names that modes give them."""
 
+DEFAULT_CHUNKS = 2
+"""Stages of a rank that torchtitan makes where its schedule has several and nothing says how many."""
+
 LEAD = 1.0
 """Reload times before its backward at which an activation comes back: Megatron-LM fetches one layer ahead."""
 
 
 def pipeline_settings(problem: Problem, trainer: Trainer) -> list[str]:
-    """Flags for the pipeline itself; for Megatron-LM with the cut, where the name of a planned problem has it."""
+    """Flags for the pipeline itself; for Megatron-LM with the cut, where the name of a planned problem has it.
+
+    Raises InputError for fewer microbatches than Megatron-LM interleaves.
+    """
     devices, stages = len(problem.devices), len(problem.stages)
     if trainer == "torchtitan":
         return [f"--parallelism.pipeline_parallel_degree {devices}"]
@@ -58,7 +65,27 @@ def pipeline_settings(problem: Problem, trainer: Trainer) -> list[str]:
         flags.append(f"--pipeline-model-parallel-layout {layout}")
     elif stages > devices:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {stages // devices}")
+    if stages > devices > problem.microbatches:
+        detail = (
+            f"is {problem.microbatches}, but Megatron-LM interleaves stages of {devices} devices with {devices} or "
+            "more. Maybe one stage a device."
+        )
+        raise InputError([Issue(("problem", "microbatches"), "too_few", detail)])
+    if stages > devices and (size := group_size(devices, problem.microbatches)) is not None:
+        flags.append(f"--microbatch-group-size-per-virtual-pipeline-stage {size}")
     return flags
+
+
+def left_to_the_user(problem: Problem, trainer: Trainer) -> Iterator[str]:
+    """Sentence on the stages of torchtitan where they are not those that it makes without being told."""
+    cut, devices, stages = cut_in_name(problem.name), len(problem.devices), len(problem.stages)
+    made = min(DEFAULT_CHUNKS * devices, stages)
+    if trainer == "torchtitan" and (cut is not None or stages > made):
+        layers = "" if cut is None else f" of {cut} layers, embedding and output layer among them"
+        yield (
+            f"no flag cuts the model: set parallelism.module_fqns_per_model_part to {stages} stages{layers}, else "
+            f"layers are spread evenly over {made}"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +117,7 @@ def nearest_settings(schedule: Schedule, trainer: Trainer) -> list[Setting]:
     if problem.overlaps:
         with suppress(MethodError, DeadlockError):
             if trainer == "megatron":
-                found.append(_simulated(problem, interleaved_1f1b(problem), [OVERLAP], KEPT))
+                found.append(_simulated(problem, _interleaved(problem), [OVERLAP], KEPT))
         problem = without_blocks(problem)
     for settings, mode in _megatron(problem) if trainer == "megatron" else _torchtitan(problem):
         chosen = _chosen(problem, mode)
@@ -198,23 +225,54 @@ def _chosen(problem: Problem, mode: str) -> list[Variant] | None:
     return chosen
 
 
+def _placing(problem: Problem) -> str:
+    """The name of the schedule by which torchtitan places stages so, whichever order it runs. Raises InputError."""
+    p, at = len(problem.devices), tuple(stage.device for stage in problem.stages)
+    ways = {
+        "1F1B": placement("linear", p, 1),
+        "Interleaved1F1B": placement("interleaved", p, max(2, len(at) // p)),
+        "ZBVZeroBubble": placement("v", p, 2),
+    }
+    name = next((name for name, places in ways.items() if places == at), None)
+    if name is None:
+        detail = (
+            "is placed as torchtitan does not: it runs one stage a device, chunks in a loop, or two along a V. Maybe "
+            "train with PlannedSchedule."
+        )
+        raise InputError([Issue(("problem", "stages"), "placement", detail)])
+    return name
+
+
+def _torch_takes_microbatches(problem: Problem) -> bool:
+    """True if torch's 1F1B, or its interleaved 1F1B, takes so many microbatches."""
+    p, m = len(problem.devices), problem.microbatches
+    return m >= p if len(problem.stages) == p else m % max(1, m // p) == 0
+
+
+def _interleaved(problem: Problem) -> Orders:
+    """Interleaved 1F1B in groups of the size that Megatron-LM is told."""
+    return interleaved_1f1b(problem, group_size(len(problem.devices), problem.microbatches))
+
+
 def _compute_orders(problem: Problem, planned: Orders, trainer: Trainer) -> Iterator[tuple[list[str], list[list[Op]]]]:
     """The compute ops of each device, without recomputation, in each order that a trainer runs, with flags for it."""
-    titan, built_in = "--parallelism.pipeline_parallel_schedule", None
-    for make, name in ((one_f_one_b, "1F1B"), (interleaved_1f1b, "Interleaved1F1B")):
+    built_in = None
+    interleaved = _interleaved if trainer == "megatron" else interleaved_1f1b
+    for make in (one_f_one_b, interleaved):
         with suppress(MethodError):
-            built_in = name, [list(device.compute) for device in make(problem).devices]
+            built_in = [list(device.compute) for device in make(problem).devices]
             break
     if trainer == "torchtitan":
+        name = f"--parallelism.pipeline_parallel_schedule {_placing(problem)}"
         own = [
             [op._replace(kind=PLAIN_BACKWARD.get(op.kind, op.kind)) for op in device.compute if op.kind != "C"]
             for device in planned.devices
         ]
-        yield [f"{titan}_csv schedule.csv"], own
-        if built_in is not None:
-            yield [f"{titan} {built_in[0]}"], built_in[1]
+        yield ["--parallelism.pipeline_parallel_schedule_csv schedule.csv", name], own
+        if built_in is not None and _torch_takes_microbatches(problem):
+            yield [name], built_in
     elif built_in is not None:
-        yield [], built_in[1]
+        yield [], built_in
     else:
         detail = (
             "is placed as Megatron-LM does not: it runs one stage a device, or chunks in a loop. Maybe use "

@@ -48,13 +48,13 @@ def _export_model(stated: Problem | Schedule, form: Literal["lp", "mps"]) -> Exp
 
 def _export_settings(schedule: Schedule, trainer: Trainer) -> Exported:
     """The flags that come nearest to a schedule, and what all that were tried lose against it."""
-    from solver.trainer_settings import nearest_settings, pipeline_settings
+    from solver.trainer_settings import left_to_the_user, nearest_settings, pipeline_settings
 
     compile_once()
     found = nearest_settings(schedule, trainer)
     best = found[0]
     flags = [*pipeline_settings(schedule.problem, trainer), *best.settings]
-    lost = _lost(schedule, best)
+    lost = [*_lost(schedule, best), *left_to_the_user(schedule.problem, trainer)]
     has_full = all(FULL in stage.choice_numbers for stage in schedule.problem.stages)
     if trainer == "megatron" and has_full and all(one.mode != FULL for one in found):
         lost.append(

@@ -9,7 +9,7 @@ from optpipe.problem import Problem
 from solver.published.passes import require_interleaved
 
 
-def interleaved_1f1b(problem: Problem) -> Orders:
+def interleaved_1f1b(problem: Problem, group: int | None = None) -> Orders:
     """1F1B over v chunks a device, B and W fused: stage s sits on device s mod p. Raises MethodError on placement.
 
     Every device walks through the microbatches in groups: a group passes its first chunk, then its second, and so on;
@@ -22,12 +22,15 @@ def interleaved_1f1b(problem: Problem) -> Orders:
 
     There are as many groups as p goes into the microbatches, at least one, of the same size: those of torch's
     `ScheduleInterleaved1F1B`, and of Megatron-LM where its group size is theirs. Both refuse numbers of microbatches
-    for which there are no such groups; here the first ones then have a microbatch more.
+    for which there are no such groups; here the first ones then have a microbatch more. `group`: the size of all groups
+    but the last, which has what is left, as Megatron-LM makes them.
     """
     chunks = require_interleaved(problem, "interleaved-1f1b")
     p, m = len(problem.devices), problem.units
     rounds = max(1, m // p)
     sizes = [m // rounds + (g < m % rounds) for g in range(rounds)]
+    if group is not None:
+        sizes = [min(group, m - first) for first in range(0, m, group)]
     devices, blocks = [], {}
     for device in range(p):
         forwards = _passes("F", [chunk * p + device for chunk in range(chunks)], sizes)

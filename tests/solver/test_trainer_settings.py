@@ -11,12 +11,13 @@ from instances.schedules import v_wave
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
 from solver.build import build_schedule
 from solver.microbatch_orders import in_order, with_own_numbers
 from solver.published.interleaved import interleaved_1f1b
 from solver.published.one_stage import one_f_one_b as fused
 from solver.solve import solve
-from solver.trainer_settings import Setting, Trainer, nearest_settings, pipeline_settings
+from solver.trainer_settings import Setting, Trainer, left_to_the_user, nearest_settings, pipeline_settings
 from tests.optpipe.test_spread import vocabulary
 from tests.recomputing import one_f_one_b, recomputing, with_frozen
 from tests.sliced_schedules import seq1f1b_schedule
@@ -93,13 +94,13 @@ def test_an_offload_keeps_the_budget_by_copies() -> None:
 
 def test_settings_of_torchtitan_with_the_schedules_order_or_its_own() -> None:
     found = nearest_settings(schedule(None), "torchtitan")
-    csv, built_in = (
+    csv, name = (
         "--parallelism.pipeline_parallel_schedule_csv schedule.csv",
         "--parallelism.pipeline_parallel_schedule 1F1B",
     )
-    activations = {tuple(one.settings[1:]) for one in found}
+    activations = {tuple(flag for flag in one.settings if flag not in (csv, name)) for one in found}
     frequency = "--activation_checkpoint.selective_ac_option"
-    assert {one.settings[0] for one in found} == {csv, built_in}
+    assert all(name in one.settings for one in found), "it says which stages a rank makes, whichever order they run in"
     assert activations == {
         ("--activation_checkpoint.mode none",),
         ("--activation_checkpoint.mode full",),
@@ -108,7 +109,7 @@ def test_settings_of_torchtitan_with_the_schedules_order_or_its_own() -> None:
     }
     assert {one.mode for one in found} == {"kept", "selective", "selective-2", "selective-1"}
     own = [one.value_us for one in found if one.settings[0] == csv]
-    assert sorted(own) == sorted(one.value_us for one in found if one.settings[0] == built_in), "the order is 1F1B"
+    assert sorted(own) == sorted(one.value_us for one in found if one.settings[0] == name), "the order is 1F1B"
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -156,6 +157,68 @@ def test_flags_of_the_pipeline_itself() -> None:
     assert pipeline_settings(named(2, "x"), "torchtitan") == ["--parallelism.pipeline_parallel_degree 2"]
 
 
+def looped(devices: int, chunks: int, microbatches: int, name: str = "") -> Problem:
+    data = uniform(devices * chunks, microbatches).to_data()
+    stages = [stage | {"device": s % devices} for s, stage in enumerate(data["stages"])]
+    return Problem.from_data(data | {"devices": data["devices"][:devices], "stages": stages, "name": name})
+
+
+@pytest.mark.parametrize(("microbatches", "group"), [(8, None), (9, 5), (10, 5), (13, 7)])
+def test_megatron_is_told_of_groups_that_it_does_not_make_by_itself(microbatches: int, group: int | None) -> None:
+    """Its own are of 4, and it refuses a last one of fewer. The order simulated has the same groups."""
+    problem = looped(4, 2, microbatches)
+    flags = pipeline_settings(problem, "megatron")[2:]
+    assert flags == ([] if group is None else [f"--microbatch-group-size-per-virtual-pipeline-stage {group}"])
+    orders = interleaved_1f1b(problem, group)
+    assert {op.microbatch for op in [*orders.devices[0].compute][: group or 4]} == {*range(group or 4)}
+    [found] = nearest_settings(build_schedule(problem, orders, 0.0, "by hand", 0.0), "megatron")
+    assert found.value_us == simulate(problem, orders).value_us
+
+
+def test_megatron_interleaves_no_fewer_microbatches_than_devices() -> None:
+    with pytest.raises(InputError, match=r"^problem\.microbatches is 3, but Megatron-LM interleaves .* with 4 or more"):
+        pipeline_settings(looped(4, 2, 3), "megatron")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (build_schedule(looped(4, 2, 8), interleaved_1f1b(looped(4, 2, 8)), 0.0, "", 0.0), "Interleaved1F1B"),
+        (v_wave(4, 8), "ZBVZeroBubble"),
+    ],
+    ids=["loop", "v"],
+)
+def test_torchtitan_places_stages_by_the_name_of_a_schedule(given: Schedule, name: str) -> None:
+    flag = f"--parallelism.pipeline_parallel_schedule {name}"
+    assert all(flag in one.settings for one in nearest_settings(given, "torchtitan"))
+
+
+def test_torchtitan_has_no_other_placements() -> None:
+    data = looped(2, 2, 4).to_data()
+    data["stages"] = [stage | {"device": device} for stage, device in zip(data["stages"], (0, 0, 1, 1), strict=True)]
+    with pytest.raises(InputError, match=r"stages is placed as torchtitan does not: .* Maybe train with Planned"):
+        nearest_settings(solve(Problem.from_data(data), "ada-offload"), "torchtitan")
+
+
+@pytest.mark.parametrize(("devices", "chunks", "microbatches", "takes"), [(4, 1, 3, 0), (4, 2, 9, 0), (4, 2, 10, 1)])
+def test_orders_of_torch_that_it_refuses_for_such_microbatches_are_no_setting(
+    devices: int, chunks: int, microbatches: int, takes: int
+) -> None:
+    problem = looped(devices, chunks, microbatches)
+    given = build_schedule(problem, (interleaved_1f1b if chunks > 1 else fused)(problem), 0.0, "by hand", 0.0)
+    found = nearest_settings(given, "torchtitan")
+    assert [any("csv" in flag for flag in one.settings) for one in found].count(False) == takes
+
+
+def test_stages_that_no_flag_of_torchtitan_states_are_named() -> None:
+    assert not [*left_to_the_user(looped(2, 2, 4), "torchtitan")]
+    assert not [*left_to_the_user(looped(2, 2, 4, "x, cut 2,2,2,2"), "megatron")]
+    [cut] = left_to_the_user(looped(2, 2, 4, "x, cut 2,3,2,2"), "torchtitan")
+    assert "to 4 stages of 2,3,2,2 layers, embedding and output layer among them, else layers are spread evenly" in cut
+    [many] = left_to_the_user(looped(2, 3, 4), "torchtitan")
+    assert many.endswith("module_fqns_per_model_part to 6 stages, else layers are spread evenly over 4")
+
+
 @pytest.mark.parametrize(("trainer", "name"), [("megatron", "Megatron-LM"), ("torchtitan", "torchtitan")])
 def test_slices_and_stages_without_a_backward_are_refused(trainer: Trainer, name: str) -> None:
     with pytest.raises(InputError, match=rf"^problem\.stages\[0\]\.backward is 'none', but {name} sends every stage"):
@@ -200,6 +263,3 @@ def test_blocks_of_megatron_are_interleaved_1f1b_with_a_flag() -> None:
 def test_megatron_has_no_v() -> None:
     with pytest.raises(InputError, match=r"is placed as Megatron-LM does not.* Maybe use --to torchtitan"):
         nearest_settings(v_wave(2, 4), "megatron")
-    assert {one.settings[0] for one in nearest_settings(v_wave(2, 4), "torchtitan")} == {
-        "--parallelism.pipeline_parallel_schedule_csv schedule.csv"
-    }
