@@ -92,6 +92,12 @@ def _rated_choices(judged: Sequence[Judged]) -> tuple[set[tuple[object, ...]], s
     return {one.candidate.choice for one in judged}, rated
 
 
+def first_of(judged: Sequence[Judged]) -> str:
+    """What the first layout is: the best, where a cut of every combination of choices was rated."""
+    every, rated = _rated_choices(judged)
+    return "best" if len(rated) == len(every) else "best of those rated"
+
+
 def _what_is_known(judged: Sequence[Judged]) -> str:
     """Sentences on how much was rated and solved, and on what is proved of other cuts."""
     choices, rated = _rated_choices(judged)
@@ -141,9 +147,7 @@ def print_layouts(judged: Sequence[Judged], output: Path | None) -> None:
     again = ("recomputed",) if any(one.recomputed for one in judged) else ()
     rows = table(*choices, "step", "sequences / s", "bubble", "peak", "host", *again, "", left=(0, 1), wraps=True)
     best = judged[0]
-    shown = _best_and_named(judged)
-    every, rated = _rated_choices(judged)
-    complete = len(rated) == len(every)
+    shown, first = _best_and_named(judged), first_of(judged)
     steps = times_text([one.value_us if one.value_us < float("inf") else None for one in shown[:SHOWN]])
     for one, step in zip(shown, steps, strict=False):
         candidate, schedule = one.candidate, one.schedule
@@ -159,7 +163,6 @@ def print_layouts(judged: Sequence[Judged], output: Path | None) -> None:
                 reason = _reason(one, best)
         offload = "yes" if candidate.offload else "no"
         where = candidate.placement, candidate.cut, size, *(str(max(1, len(candidate.slices))) for _ in sliced)
-        first = "best" if complete else "best of those rated"
         where = *where, offload, *(candidate.vocabulary for _ in places)
         rows.add_row(*where, *figures, first if one is best else reason)
     console = stdout()
@@ -177,7 +180,9 @@ def print_layouts(judged: Sequence[Judged], output: Path | None) -> None:
         console.print(f"for Megatron-LM: --pipeline-model-parallel-layout '{megatron}'")
     given = min((one for one in judged if one.candidate.cut == GIVEN), key=lambda one: one.value_us, default=None)
     if given is not None:
-        change = f"{change_text(given.value_us, best.value_us)} against the best" if given is not best else "the best"
+        change = f"the {first}"
+        if given is not best:
+            change = f"{change_text(given.value_us, best.value_us)} against {change}"
         bound = f"; at least {time_text(given.bound_us)} by any schedule" if given.bound_us else ""
         console.print(
             f"--layout takes {time_text(given.value_us)} by {given.schedule.method}, {change}{bound}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optpipe.cli.console import stdout, table
+from optpipe.cli.plan_layouts import first_of
 from optpipe.errors import InputError, Issue, shown
 from optpipe.placement import parse_placement, placement
 from optpipe.units import change_text, difference_text, time_text, time_unit
@@ -117,7 +118,7 @@ class AskedLayout:
         one = with_schedule(found[0])
         name, best_name = one.candidate.name, best.candidate.name
         if one.candidate is best.candidate:
-            console.print(f"the best with {what} is the best of all: {name}, {time_text(one.value_us)}")
+            console.print(f"the best with {what} is the {first_of(judged)}: {name}, {time_text(one.value_us)}")
             return
         end = one.end.replace("_", " ") if one.end else "no end"
         if one.schedule is None or best.schedule is None:

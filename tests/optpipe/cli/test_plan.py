@@ -64,7 +64,7 @@ def test_what_a_layout_loses(cli: Cli, layers: Path) -> None:
     assert "linear, asked cut, microbatch 1" in header
     assert imbalance.split()[:3] == ["imbalance", "120.0", "µs"]
     assert "beaten: no schedule of this cut takes less than 760.0 µs" in text
-    assert "is the best of all" in cli("plan", layers, *options, *limits, "--why", "microbatch_size=1").out
+    assert "is the best: " in cli("plan", layers, *options, *limits, "--why", "microbatch_size=1").out
     asked = ("--microbatch-sizes", "1,2", "--memory", "4500B", "--why", "placement=linear,microbatch_size=2")
     text = cli("plan", layers, *options, *limits, *asked).out
     assert (
@@ -140,6 +140,8 @@ def test_nothing_is_best_before_all_are_rated(cli: Cli, layers: Path, monkeypatc
     [first, *others] = cli("plan", layers, *options, "--placements", "linear,v", "--json").document["layouts"]
     assert first["every_cut_bound_us"] <= first["value_us"]
     assert {one["value_us"] for one in others if one["placement"] == "v"} == {None}
+    why = cli("plan", layers, *options, "--placements", "linear,v", "--why", "placement=linear").out
+    assert "with placement linear is the best of those rated: " in why
 
 
 def test_layers_that_take_no_time_have_no_throughput(cli: Cli, tmp_path: Path) -> None:
