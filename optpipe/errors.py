@@ -42,7 +42,10 @@ class OptPipeError(Exception):
     """Base of all errors raised on purpose.
 
     They pass between processes with all their fields, though their constructors take other arguments than a text.
+    `only_here`: something failed in this process, and the others of its run cannot know what.
     """
+
+    only_here = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Exception.__new__, (type(self), *self.args), self.__dict__

@@ -75,7 +75,10 @@ def _refuse_empty(arguments: list[str]) -> None:
 
 
 def _print_error(error: Failure, as_json: bool) -> None:
-    """Print an error to stderr and, for JSON, to stdout: under torchrun on rank 0 only, nothing if stdout is closed."""
+    """Print an error to stderr and, for JSON, to stdout; nothing if stdout is closed.
+
+    Under torchrun rank 0 prints its own, and another rank to stderr what it alone may know.
+    """
     kind, text = _kind_and_text(error)
     details: dict[str, Any] = {}
     if isinstance(error, InputError):
@@ -83,10 +86,11 @@ def _print_error(error: Failure, as_json: bool) -> None:
     elif isinstance(error, InfeasibleError):
         details["budgets_bytes"] = error.budgets_bytes
     with suppress(OSError):
-        if text and os.environ.get("RANK", "0") == "0":
+        rank = os.environ.get("RANK", "0")
+        if text and (rank == "0" or getattr(error, "only_here", isinstance(error, OSError))):
             for line in text.splitlines():
-                print(f"error: {line}", file=sys.stderr)
-            if as_json:
+                print(f"error: {line}" if rank == "0" else f"error: rank {rank}: {line}", file=sys.stderr)
+            if as_json and rank == "0":
                 print_json({"error": {"type": kind, "message": text} | details})
         sys.stdout.flush()
         return

@@ -527,7 +527,9 @@ class DeviceExecutor:
                     f"device {self.number} could not exchange messages with another process at {where}: {what}. Maybe "
                     f"that has failed or ended: see what it printed.\n{self.excerpt()}"
                 ) from error
-            raise TrainingError(f"device {self.number} failed at {where}: {what}\n{self.excerpt()}") from error
+            failed = TrainingError(f"device {self.number} failed at {where}: {what}\n{self.excerpt()}")
+            failed.only_here = True
+            raise failed from error
         self._index = index
         return index - begin
 

@@ -300,7 +300,9 @@ def gather_or_raise(launch: Launch, do: Callable[[], Value]) -> list[Value]:
         answers = launch.gather(own)
     except RunFailedError as lost:
         if "error" in own:
-            raise RunFailedError(f"{own['error']} Then {lost}") from lost
+            both = RunFailedError(f"{own['error']} Then {lost}")
+            both.only_here = True
+            raise both from lost
         raise
     failed = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
     if failed:

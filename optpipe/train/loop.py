@@ -143,7 +143,9 @@ def _begun() -> Iterator[None]:
     try:
         yield
     except TrainingError as error:
-        raise RunFailedError(str(error)) from error
+        failed = RunFailedError(str(error))
+        failed.only_here = error.only_here
+        raise failed from error
 
 
 def _compiled(config: TrainingConfig) -> Program:

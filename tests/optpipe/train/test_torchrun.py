@@ -12,7 +12,7 @@ import pytest
 
 from instances.schedules import one_f_one_b
 from optpipe.errors import TrainingError
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, schedule_text
 from optpipe.train import ModelConfig, TrainingConfig, train
 from tests.optpipe.train.cases import MAX_ERROR, everything, schedules
 from tests.ranks import RunRanks
@@ -92,6 +92,21 @@ def test_three_ranks_start_and_end_their_own_group(run_ranks: RunRanks, tmp_path
     assert found["check"]["max_gradient_error"] <= MAX_ERROR["float32"]
     assert [device["live_bytes"] for device in found["check"]["devices"]] == [[0, 0]] * 3
     assert [rank["group left"]["alive"] for rank in ranks] == [False] * 3
+
+
+@pytest.mark.torchrun
+def test_a_rank_that_fails_says_why_itself(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Rank 0, which prints for all otherwise, knows only that another has ended."""
+    schedule = tmp_path / "schedule.json"
+    schedule.write_text(schedule_text(one_f_one_b(2, 4)))
+    main = Path(__file__).parents[1] / "cli" / "main_worker.py"
+    first, last = run_ranks.each(
+        main, 2, "train", "--schedule", str(schedule), "--model", "tests.optpipe.train.odd_stages:breaking"
+    )
+    assert (first.code, last.code) == (1, 1)
+    assert "error: rank 1: device 1 failed at F1.2, action " in last.err
+    assert ": ValueError: the layer broke" in last.err
+    assert "error: device 0 could not exchange messages with another process" in first.err
 
 
 def test_another_number_of_processes_than_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
