@@ -21,6 +21,7 @@ from optpipe.mode_names import (
 from optpipe.problem import Objective, Problem
 from optpipe.sequences import DECIMALS, slice_times_us
 from optpipe.stage import Workspace
+from optpipe.units import count_text
 
 
 @dataclass(frozen=True)
@@ -262,17 +263,20 @@ def _copies(copies: HostCopies, moved_bytes: int) -> dict[str, float]:
 
 def check_layer_modes(profile: LayerProfile, modes: Sequence[str], field: str) -> None:
     """Raise InputError for a mode that does not follow from the costs of layers: parts of them, or of no layer."""
+    blocks = sum(layer.repeat for layer in profile.layers if layer.recomputation)
     for name in modes:
         recomputed = parse_recomputed(name)
         if recomputed is None and not is_shorthand(name):
             detail = f"has {name!r}, but how layers leave in low precision is not known by layer. Maybe offload."
         elif recomputed and recomputed.part:
             detail = f"has {name!r}, but parts of layers have no costs of their own. Maybe selective."
-        elif (recomputed is None or not recomputed.whole) and not any(layer.recomputation for layer in profile.layers):
+        elif (recomputed is None or not recomputed.whole) and not blocks:
             detail = (
                 f"has {name!r}, but no layer says what it keeps if it is recomputed (layers[].recomputation). Maybe "
                 "measure them: optpipe profile --format layers --modes selective."
             )
+        elif recomputed and max(recomputed.blocks or 0, recomputed.group) > blocks > 0:
+            detail = f"has {name!r}, but {count_text(blocks, 'layer')} of the profile can be recomputed. Maybe blocks."
         elif name.endswith(WITH_OFFLOAD) and profile.copies is None:
             detail = f"has {name!r}, but the profile has no rate of copies to the host. Maybe add copies."
         else:

@@ -218,6 +218,8 @@ def test_memory_of_a_recomputed_stage_bounds_that_of_its_layers() -> None:
         ),
         (profile(4), "blocks", "--modes has 'blocks', but no layer says what it keeps"),
         (profile(4), "full+offload", "--modes has 'full+offload', but the profile has no rate of copies"),
+        (recomputed(), "selective-99", "--modes has 'selective-99', but "),
+        (recomputed(), "selective-groups-99", " of the profile can be recomputed. Maybe blocks."),
     ],
 )
 def test_modes_that_do_not_follow_from_layers_are_refused(layers: LayerProfile, mode: str, message: str) -> None:
