@@ -97,17 +97,40 @@ class ModesOnDevice(OnDevice):
         numbers = {option: program.column() for option in self._options}
         for s in self.numbers:
             program.equal({numbers[option]: 1 for option in self._options if option.s == s}, self.problem.units)
+        of_options_us = {numbers[option]: option.variant.mode.recompute_us for option in self._options}
+        program.at_least(of_options_us, self.problem.units * self._forced_us)
         self._add_byte_time(program, numbers, backward)
         self._add_copies(program, numbers)
         early = self._add_warm_up(program, warm_up_us)
         late = self._add_cool_down(program, cool_down_us, backward)
         self._add_order(program, numbers, early, late, both)
-        recomputed = {numbers[option]: -option.variant.mode.recompute_us for option in self._options}
+        recomputed = {column: -us for column, us in of_options_us.items()}
         work_us = self.problem.units * sum(stage.duration_us(kind) for stage in self.stages for kind in "F" + backward)
         together = [{warm_up_us, cool_down_us}] if self._windows_apart else [{warm_up_us}, {cool_down_us}]
         for idle in together:
             program.at_least({0: 1} | recomputed | dict.fromkeys(idle, -1), work_us)
         return program
+
+    @cached_property
+    def _forced_us(self) -> float:
+        """The least recomputation of one microbatch on all stages together; 0 where nothing keeps the budget.
+
+        While F and the backward of a stage run, it waits on those before.
+        """
+        front = [(0, 0.0)]
+        for s in self.numbers:
+            reached = []
+            for option in (option for option in self._options if option.s == s):
+                variant = option.variant
+                forward = variant.mode.kept_bytes + self._forward_extra_bytes(option)
+                room = self.budget - max(forward, variant.backward_bytes)
+                waiting, us = variant.waiting_bytes, variant.mode.recompute_us
+                reached += [(held + waiting, before_us + us) for held, before_us in front if held <= room]
+            front = []
+            for held, us in sorted(reached):
+                if not front or us < front[-1][1]:
+                    front.append((held, us))
+        return front[-1][1] if front else 0.0
 
     @property
     def _warm_up_us(self) -> float:
