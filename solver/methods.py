@@ -102,6 +102,8 @@ _SPREAD: frozenset[Feature] = WHOLE_BACKWARDS | {"spread passes"}
 _SPLIT: frozenset[Feature] = UNEQUAL | {"slices"}
 _AFTER = "1F1B, every microbatch recomputed after its gradient has come"
 _AHEAD = "1F1B, every microbatch recomputed before its gradient comes"
+ADA_OFFLOAD = "ada-offload"
+"""Method of list schedules in memory."""
 _ADA_OFFLOAD = "OptPipe's start, offloads or recomputes to keep each budget"
 _BEST = "the best of all methods: published schedules, then every search"
 
@@ -161,7 +163,7 @@ _METHODS = (
     ),
     _published("vocab-1", vocab_1, VOCABULARY, "1F1B with a spread vocabulary, two barriers", _TWO_PASSES, _SPREAD),
     _published("vocab-2", vocab_2, VOCABULARY, "1F1B with a spread vocabulary, one barrier", _TWO_PASSES, _SPREAD),
-    _published("ada-offload", ada_offload, OPTPIPE, _ADA_OFFLOAD, f"{_ANY}, modes by stage", UNEQUAL),
+    _published(ADA_OFFLOAD, ada_offload, OPTPIPE, _ADA_OFFLOAD, f"{_ANY}, modes by stage", UNEQUAL),
 )
 METHODS: dict[str, Method] = {method.name: method for method in _METHODS}
 CUSTOM: dict[str, Method] = {}

@@ -18,7 +18,7 @@ from solver.by_stage import drop_needless
 from solver.frozen import orders_with_backwards, solution_without_backwards, with_backwards
 from solver.kernels import forget_stale, load_compiler
 from solver.limits import Limits, until_interrupted
-from solver.methods import method_named, published_orders, refuse_unsupported
+from solver.methods import ADA_OFFLOAD, method_named, published_orders, refuse_unsupported
 from solver.scale import value_step_us
 from solver.serial import impossible_budgets, known_budgets_bytes, with_statable_peaks
 from solver.solution import Feed, OnProgress, Progress, Solution
@@ -96,6 +96,8 @@ def search(
         return search_with_blocks(problem, limits, on_progress, starts, apart, chosen.name)
     if chosen.orders is not None:
         orders = published_orders(chosen, problem)
+        if chosen.name == ADA_OFFLOAD:  # the others copy and recompute by rules of their own
+            orders = drop_needless(problem, orders)
         value_us = simulate(problem, orders).value_us
         bound_us = snapped_bound(value_us, lower_bound_us(problem), value_step_us(problem))
         return Solution(orders, value_us, bound_us, chosen.name)

@@ -17,11 +17,8 @@ from solver.bounds import lower_bound_us
 from solver.build import within_budgets
 from solver.limits import Cancel, Limits
 from solver.lists.priority import RULES, list_orders
-from solver.methods import METHODS, published_orders
+from solver.methods import ADA_OFFLOAD, METHODS, published_orders
 from solver.search.in_flight import QUICK, QuickLists
-
-LISTS = "ada-offload"
-"""Method of list schedules in memory."""
 
 NEAR_BOUND = ("zb-h2", "zb-auto")
 """Published schedules that are made in a few milliseconds and often reach the bound."""
@@ -121,4 +118,4 @@ class QuickRating:
         if self.published is not None or self.lists is None:
             return self.published
         orders = self.lists.orders()
-        return None if orders is None else (LISTS, orders)
+        return None if orders is None else (ADA_OFFLOAD, orders)

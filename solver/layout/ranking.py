@@ -20,6 +20,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.build import snapped_bound, within_budgets
+from solver.by_stage import drop_needless
 from solver.layout.candidates import (
     LAST_SHARE,
     LEAST_S,
@@ -131,6 +132,8 @@ def _ranked(candidates: Iterable[Candidate], limits: Limits, on_judged: OnJudged
         judged[0] = with_schedule(judged[0])
     if judged and judged[0].schedule is None:  # the time was over before any had one
         judged = _with_some_schedule(judged)
+    if judged:
+        judged[0] = _without_needless(judged[0])
     return [_with_end(one, judged[0]) for one in judged]
 
 
@@ -171,6 +174,19 @@ def with_schedule(one: Judged) -> Judged:
     method, orders = found
     solution = Solution(orders, simulate(rating.problem, orders).value_us, one.bound_us, method)
     return replace(one, schedule=solution.to_schedule(rating.problem, 0.0))
+
+
+def _without_needless(one: Judged) -> Judged:
+    """The candidate with a schedule that has no copies and recomputations without which it is as good."""
+    schedule = one.schedule
+    if schedule is None:
+        return one
+    problem = schedule.problem
+    orders = drop_needless(problem, schedule.orders)
+    if orders is schedule.orders:
+        return one
+    solution = Solution(orders, simulate(problem, orders).value_us, schedule.bound_us, schedule.method)
+    return replace(one, schedule=solution.to_schedule(problem, schedule.solve_seconds))
 
 
 def _with_some_schedule(judged: Sequence[Judged]) -> list[Judged]:

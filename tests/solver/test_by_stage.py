@@ -184,3 +184,13 @@ def test_nothing_leaves_or_is_recomputed_where_all_fits() -> None:
             schedule = solve(problem, method, Limits(float("inf"), workers=1, deterministic_limit=0.1))
             assert {op.op for device in schedule.devices for op in device.compute} <= {"F", "B", "W", "BW"}
             assert not any(device.offload for device in schedule.devices)
+
+
+def test_ada_offload_copies_and_recomputes_nothing_that_gains_nothing() -> None:
+    """Its lists do on these stages."""
+    problem, orders = random_recomputing(Random(35))
+    budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
+    problem = problem.from_data(problem.to_data() | {"devices": budgets})
+    lists, schedule = ada_offload(problem), solve(problem, "ada-offload")
+    assert drop_needless(problem, lists) is not lists
+    assert drop_needless(schedule.problem, schedule.orders) is schedule.orders

@@ -16,6 +16,7 @@ from optpipe.placement import name_of_placement, parse_placement, placement
 from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.build import build_schedule
+from solver.by_stage import drop_needless
 from solver.layout.candidates import Search, candidates
 from solver.layout.ranking import Judged, rank
 from solver.layout.why import time_by_kind_us
@@ -284,3 +285,21 @@ def test_a_schedule_is_found_however_short_the_time_is() -> None:
     first, *_ = rank(candidates(profile(12), search, Limits(1e-9)), Limits(1e-9))
     assert first.schedule is not None
     assert verify(first.schedule).ok
+
+
+def test_a_plan_without_time_offloads_nothing_that_gains_nothing() -> None:
+    """The quick schedule of these layers offloads 6 activations, 5 of them without need."""
+    times = ("forward_us", "backward_input_us", "backward_weight_us")
+    sizes = ("activation_bytes", "backward_weight_bytes", "offload_bytes")
+    rows = [(3, 2, 3, 3, 3, 2), (5, 3, 3, 1, 0, 1), (5, 1, 1, 1, 1, 1), (3, 4, 1, 1, 0, 1)]
+    layers = [dict(zip((*times, *sizes), row, strict=True)) for row in rows]
+    copies = {"offload_bytes_per_us": 1, "reload_bytes_per_us": 1}
+    profile = LayerProfile.from_data(
+        {"format": "optpipe.layers/1", "layers": layers, "memory_bytes": 20, "copies": copies}
+    )
+    limits = Limits(0.0, workers=1)
+    schedule = rank(candidates(profile, Search(2, 6, [1], ["linear"], [True]), limits), limits)[0].schedule
+    assert schedule is not None
+    assert schedule.method == "ada-offload"
+    assert drop_needless(schedule.problem, schedule.orders) is schedule.orders
+    assert any(device.offload for device in schedule.devices)
