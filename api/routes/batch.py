@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from api.errors import NotFoundError
-from api.middleware import JsonBody, Key, Owner
+from api.middleware import JsonBody, Key, Owner, SmallJsonBody
 from api.models import BatchAnswer, BatchBody, CancelledAnswer, JobAnswer, JobIds, read_document
 from api.openapi import WITH_BODY, errors, headers, json_request
 from api.routes.demo_data import BODIES
@@ -38,7 +38,7 @@ async def submit_many(
     responses=errors(*WITH_BODY),
     openapi_extra=json_request(JobIds, example={"ids": ["9d5d1ba0-4ff3-4f6b-95b3-0f3e9b0fd5b1"]}),
 )
-async def cancel_many(service: TheService, owner: Owner, key: Key, body: JsonBody) -> CancelledAnswer:
+async def cancel_many(service: TheService, owner: Owner, key: Key, body: SmallJsonBody) -> CancelledAnswer:
     """Cancel several jobs, as one request for each would; those that are not there are named."""
     jobs, not_found = [], []
     for job_id in read_document(JobIds, body).ids:

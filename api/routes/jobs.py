@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from api.errors import http_error
 from api.jobs.records import ApiKey, Job, JobKind, JobLabels, Sort, Status, Submission, SubmissionRate, is_printable
-from api.middleware import JsonBody, Key, Owner
+from api.middleware import Key, Owner, SmallJsonBody
 from api.models import JobAnswer, JobsAnswer, read_document
 from api.openapi import SUBMITTED, WITH_BODY, Responses, errors, headers, json_request
 from api.routes.documents import is_known, validated_by
@@ -193,7 +193,7 @@ async def get_job(
         JobLabels, example={"name": "nightly", "tags": ["a100"], "note": "With half of the memory."}
     ),
 )
-async def rename(service: TheService, owner: Owner, job_id: UUID, body: JsonBody) -> Response:
+async def rename(service: TheService, owner: Owner, job_id: UUID, body: SmallJsonBody) -> Response:
     """Change name, tags or note; what the body leaves out stays."""
     return _job_response(await service.store.rename(job_id, read_document(JobLabels, body), owner))
 

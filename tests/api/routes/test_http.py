@@ -12,6 +12,7 @@ import pytest
 from httpx import Client
 
 from api import create_app
+from api.middleware import SMALL_BODY_BYTES
 from api.server import HEAD_BYTES
 from api.settings import Settings
 from instances import uniform
@@ -143,6 +144,19 @@ def test_a_job_gets_another_name_and_other_tags(idle: Client) -> None:
         {"tags": "b"},
     ):
         assert idle.patch(path, json=wrong).status_code == 422
+
+
+def test_labels_and_ids_are_small(idle: Client) -> None:
+    """They are read where all requests are answered, however many wrong fields there are."""
+    path = submit(idle, "mine")
+    content = b'{"name": "x"' + b" " * SMALL_BODY_BYTES + b"}"
+    for verb, url in (("PATCH", path), ("POST", "/v1/batch/cancel")):
+        answer = idle.request(verb, url, content=content, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["errors"][0]["code"]) == (413, "too_large")
+    wide = "\N{GRINNING FACE}"
+    largest = {"name": wide * 200, "tags": [wide * 64] * 20, "note": wide * 10_000}
+    answer = idle.patch(path, content=json.dumps(largest), headers={"Content-Type": "application/json"})
+    assert answer.json()["note"] == largest["note"]
 
 
 def listed(client: Client, **params: Any) -> list[str]:
