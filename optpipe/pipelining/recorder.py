@@ -32,7 +32,7 @@ from optpipe.runtime.weight_gradients import compiled_part, is_distributed
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from optpipe.timed import timed_schedule
-from optpipe.trace.record import Held, RankRecord, RecordedMemory, RecordedStage, RecordedStep, Timed
+from optpipe.trace.record import RECORDING, Held, RankRecord, RecordedMemory, RecordedStage, RecordedStep, Timed
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam."""
@@ -328,7 +328,7 @@ def recording_schedule(
     problem = Problem.from_data(
         {
             "format": "optpipe.problem/1",
-            "name": "recording",
+            "name": RECORDING,
             "microbatches": microbatches,
             "devices": [{"memory_bytes": None}] * (max(placement, default=-1) + 1),
             "stages": [stage | ({"modes": entries} if entries else {}) | {"device": device} for device in placement],
@@ -350,4 +350,4 @@ def recording_schedule(
         for s, device in reversed([*enumerate(placement)]):
             lists[device][0].extend(Op(kind, s, i) for kind in kinds if kind not in ("O", "R"))
     orders = Orders([DeviceOrders(*map(OpArray.of, streams)) for streams in lists], modes=numbers if names else None)
-    return timed_schedule(orders, simulate(problem, orders), "recording")
+    return timed_schedule(orders, simulate(problem, orders), RECORDING)

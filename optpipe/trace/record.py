@@ -5,8 +5,10 @@ Times are nanoseconds by the clock of the pipeline's first rank, bytes are those
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import Field, model_validator
@@ -17,7 +19,13 @@ from optpipe.errors import InputError, Issue
 from optpipe.fields import Bytes, Index, TimeUs, reject
 from optpipe.ops import Op
 from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
+from optpipe.stage import Offload
+from optpipe.timed import timed_schedule
 from optpipe.trace.document import MAX_TRACE_BYTES, ActionRow, Part, Trace, assemble
+
+RECORDING = "recording"
+"""Method of schedules to record by: times and sizes of their problems stand for nothing."""
 
 Kind = Annotated[str, Field(pattern=r"^[A-Z][A-Z_]{0,19}$")]
 
@@ -169,15 +177,19 @@ def load_records(folder: Path) -> list[RankRecord]:
 
 
 def trace_of_records(records: Sequence[RankRecord]) -> Trace:
-    """The last timed step of a recorded run, with the planned schedule that it ran.
+    """The last timed step of a recorded run, with the planned schedule that it ran; the times of one to record by are
+    the medians of the step.
 
     Memory is that of the step in which it was counted. Of replicas, those of the lowest rank. Raises InputError for a
     run by another class of schedules.
     """
-    schedule = next((record.schedule for record in records if record.schedule), None)
-    if schedule is None:
+    ran = next((record.schedule for record in records if record.schedule), None)
+    if ran is None:
         detail = "has no planned schedule: torch's own ran. Maybe 'optpipe profile --from-run' on it, and solve."
         raise InputError([Issue("", "no_schedule", detail)])
+    schedule, peaks = ran, [device.peak_bytes for device in ran.devices]
+    if ran.method == RECORDING:
+        schedule, peaks = _with_recorded_times(ran, records), [0] * len(ran.devices)
     parts: dict[int, Part] = {}
     for record in reversed(records):
         held = {row.key: row for row in record.memory.rows()}
@@ -192,6 +204,40 @@ def trace_of_records(records: Sequence[RankRecord]) -> Trace:
         schedule,
         program=compile_schedule(schedule).digest,
         step=len(records[0].steps) - 1,
-        planned_peak_bytes=[device.peak_bytes for device in schedule.devices],
-        source=f"recorded on {records[0].hardware}: {records[0].name}"[:2000],
+        planned_peak_bytes=peaks,
+        source=f"{records[0].name or 'a run'}; recorded on {records[0].hardware}"[:2000],
     )
+
+
+def _with_recorded_times(schedule: Schedule, records: Sequence[RankRecord]) -> Schedule:
+    """A schedule to record by, which has no times of its own: with the median of each kind of op on each stage.
+
+    Its sizes stand for nothing.
+    """
+    took_us: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in (row for record in records for row in record.steps[-1].rows()):
+        took_us[row.key[:2]].append((row.end_ns - row.start_ns) / 1000)
+
+    def copies(copy: Offload | None, s: int) -> Offload | None:
+        return copy and copy.replaced(offload_us=typical_us("O", s), reload_us=typical_us("R", s))
+
+    def typical_us(kind: str, s: int, otherwise_us: float = 0.0) -> float:
+        return round(median(took_us[kind, s]), 1) if (kind, s) in took_us else otherwise_us
+
+    stages = []
+    for s, stage in enumerate(schedule.problem.stages):
+        half_us = typical_us("BW", s) / 2
+        again_us = typical_us("C", s)
+        modes = [
+            mode.replaced(offload=copies(mode.offload, s), **({"recompute_us": again_us} if mode.recompute_us else {}))
+            for mode in stage.modes
+        ]
+        times_us = {
+            "forward_us": typical_us("F", s),
+            "backward_input_us": typical_us("B", s, half_us),
+            "backward_weight_us": typical_us("W", s, half_us),
+        }
+        stages.append(stage.replaced(offload=copies(stage.offload, s), modes=modes, **times_us))
+    problem = schedule.problem.replaced(name=records[0].name, stages=stages)
+    orders = schedule.orders_in(problem)
+    return timed_schedule(orders, simulate(problem, orders), RECORDING)

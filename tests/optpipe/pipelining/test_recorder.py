@@ -110,6 +110,8 @@ def test_a_recorded_run_is_compared_with_its_plan_and_says_what_collectives_take
     found = json.loads(shown.output)
     recorded = join_records(load_records(run[0] / "kept"))
     assert found["basis"] == "measured", "each rank is a process"
+    assert 0.5 < found["work_ratio"] < 2, "planned are the medians of the step, since no times were"
+    assert {kind["planned_us"] > 1 for kind in found["kinds"] if kind["kind"] in ("F", "B", "W")} == {True}
     for d, device in enumerate(found["devices"]):
         once = [costs.times_us["GATHER"] for s, costs in enumerate(recorded.stages) if recorded.placement[s] == d]
         assert device["collectives_us"] > 0.1 * sum(once)
