@@ -21,7 +21,7 @@ FORMATS = {
     "schedule": DocumentKind(
         "a schedule", "Maybe use 'optpipe verify', 'compare' or 'plot', or run it with 'optpipe train --schedule'."
     ),
-    "layers": DocumentKind("a layer profile", "Maybe run 'optpipe plan' on it."),
+    "layers": DocumentKind("a layer profile", "Maybe run 'optpipe plan' on it, with --devices."),
     "trace": DocumentKind("a measured step", "Maybe use 'optpipe trace', or give the schedule that it ran."),
     "record": DocumentKind("the record of one rank", "Maybe give its folder to 'optpipe trace'."),
     "plan": DocumentKind("a plan", "Maybe write launch files of its folder with 'optpipe export'."),

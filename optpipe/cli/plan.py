@@ -320,6 +320,7 @@ def command(
     if devices is None:
         detail = "is missing. Maybe --devices 4 for a layer profile, or --gpus 64 for a model."
         raise InputError([Issue("--devices", "missing", detail)])
+    from optpipe.cluster.model import model_name
     from optpipe.export.megatron_layout import partition_of_layout
     from optpipe.layers import LayerProfile
     from optpipe.sequences import load_lengths
@@ -330,6 +331,9 @@ def command(
 
     if output:
         check_writable(output)
+    if not Path(layers).exists() and model_name(layers) is not None:
+        detail = f"is of a layer profile, but {layers} is the name of a model. Maybe --gpus {devices} in its place."
+        raise InputError([Issue("--devices", "of_layers", detail)])
     profile = LayerProfile.load(Path(layers))
     given_cut = None if layout is None else partition_of_layout(layout, profile, devices, "--layout")
     if memory is not None:
@@ -426,7 +430,7 @@ def _search(
     issues: list[Issue] = []
     if objective not in ("makespan", "device_span"):
         issues.append(Issue("--objective", "unknown", f"is {objective!r} but must be makespan or device_span."))
-    names = list(DEFAULT_PLACEMENTS) if placements is None else names_in(placements)
+    names = list(DEFAULT_PLACEMENTS) if placements is None else list(dict.fromkeys(names_in(placements)))
     for name in names:
         try:
             parse_placement(name)
@@ -583,4 +587,4 @@ def _microbatch_sizes(
             detail = f"holds {shown(part)}, which does not divide {whole}. Maybe 1."
             issues.append(Issue("--microbatch-sizes", "no_divisor", detail))
         sizes.append(size)
-    return sizes
+    return list(dict.fromkeys(sizes))

@@ -221,8 +221,8 @@ def named_models() -> Mapping[str, Mapping[str, Any]]:
     return models
 
 
-def _name_on_hub(model: str) -> str | None:
-    """Name of a listed model by its name on the Hugging Face hub, with or without its owner, in any case."""
+def model_name(model: str) -> str | None:
+    """Name of a listed model by its name here or on the Hugging Face hub, with or without its owner, in any case."""
     for name, config in named_models().items():
         hub_name = config["source"].partition(",")[0].lower()
         if model.lower() in (name, hub_name, hub_name.rpartition("/")[2]):
@@ -241,7 +241,7 @@ def load_model(model: str) -> Model:
     if path.is_dir():
         path /= "config.json"
     if not path.exists():
-        if (name := _name_on_hub(model)) is not None:
+        if (name := model_name(model)) is not None:
             return load_model(name)
         close = get_close_matches(model.lower(), named_models(), 1, 0.4)
         detail = f"is {shown(model)}, which is no known model and no config.json. Maybe "

@@ -144,6 +144,22 @@ def test_nothing_is_best_before_all_are_rated(cli: Cli, layers: Path, monkeypatc
     assert "with placement linear is the best of those rated: " in why
 
 
+def test_what_is_named_twice_is_tried_once(cli: Cli, layers: Path) -> None:
+    options = ("--devices", "2", "--global-batch", "4", "--time-limit", "0.5", "--offload", "no", "--json")
+    run = cli("plan", layers, *options, "--placements", "linear,linear", "--microbatch-sizes", "1,1")
+    cuts = [tuple(one["layers_of_stages"]) for one in run.document["layouts"]]
+    assert len(cuts) == len({*cuts})
+
+
+def test_a_profile_of_layers_and_a_model_are_told_apart(cli: Cli, layers: Path) -> None:
+    run = cli("plan", "llama-3.1-8b", "--devices", "4", "--global-batch", "8")
+    assert "--devices is of a layer profile, but llama-3.1-8b is the name of a model. Maybe --gpus 4" in run.err
+    assert run.code == 2
+    run = cli("plan", layers, "--gpus", "8", "--global-batch", "8")
+    assert "is a layer profile but" in run.err
+    assert "Maybe run 'optpipe plan' on it, with --devices." in run.err
+
+
 def test_layers_that_take_no_time_have_no_throughput(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "layers.json"
     times = dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), 0)
