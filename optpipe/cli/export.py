@@ -20,7 +20,7 @@ from optpipe.export import EXPORTERS, Exported, exporter
 from optpipe.export.launch import TRAINERS, launch_files
 from optpipe.files import check_writable, make_folder, write_atomically
 from optpipe.mode_names import FULL, OFFLOAD
-from optpipe.units import bytes_text, change_text, share_text, time_text
+from optpipe.units import bytes_text, change_text, count_text, share_text, time_text
 
 if TYPE_CHECKING:
     from optpipe.document import Document
@@ -92,6 +92,9 @@ def _lost(schedule: Schedule, best: Setting) -> list[str]:
         )
     if not any("csv" in flag for flag in best.settings):
         lost.append("the trainer runs an order of its own, not the plan's")
+    if schedule.orders.blocks and not best.blocks:
+        blocks = count_text(len(schedule.orders.blocks), "block")
+        lost.append(f"the plan's {blocks} of a forward and a backward: the two run one after the other")
     planned = {name for name in schedule.mode_names if name != best.mode}
     planned |= {OFFLOAD for device in schedule.devices if len(device.offload) and best.mode != OFFLOAD}
     if planned:

@@ -497,6 +497,14 @@ def test_export_of_the_nearest_settings_of_other_trainers(cli: Cli, tmp_path: Pa
     assert run.document["plan"]["value_us"] == 44
 
 
+def test_export_says_that_blocks_are_lost(cli: Cli, tmp_path: Path) -> None:
+    flags, schedule = tmp_path / "flags.txt", tmp_path / "schedule.json"
+    pairs = [{"forward_stage": s, "backward_stage": 3 - s, "us": 25} for s in range(4)]
+    schedule.write_text(solve(uniform(2, 6, v_shape=True, transfer_us=0, overlaps=pairs), "dualpipe-v").to_json())
+    assert cli("export", schedule, "--to", "torchtitan", "-o", flags).code == 0
+    assert "blocks of a forward and a backward: the two run one after the other" in flags.read_text()
+
+
 def test_export_of_settings_where_nothing_takes_time(cli: Cli, tmp_path: Path) -> None:
     data = uniform(2, 3, transfer_us=0).to_data()
     for stage in data["stages"]:
