@@ -45,7 +45,7 @@ MEGATRON_MODULES = {
 """Parts of a block whose recomputation Megatron-LM can switch on, by the names that modes give them."""
 
 DEFAULT_CHUNKS = 2
-"""Stages of a rank that torchtitan makes where its schedule has several and nothing says how many."""
+"""Stages of a rank that torchtitan makes where its schedule has several, by default."""
 
 LEAD = 1.0
 """Reload times before its backward at which an activation comes back: Megatron-LM fetches one layer ahead."""
@@ -77,7 +77,7 @@ def pipeline_settings(problem: Problem, trainer: Trainer) -> list[str]:
 
 
 def left_to_the_user(problem: Problem, trainer: Trainer) -> Iterator[str]:
-    """Sentence on the stages of torchtitan where they are not those that it makes without being told."""
+    """Sentence on the stages of torchtitan where they are not those that it makes by default."""
     cut, devices, stages = cut_in_name(problem.name), len(problem.devices), len(problem.stages)
     made = min(DEFAULT_CHUNKS * devices, stages)
     if trainer == "torchtitan" and (cut is not None or stages > made):
@@ -228,12 +228,12 @@ def _chosen(problem: Problem, mode: str) -> list[Variant] | None:
 def _placing(problem: Problem) -> str:
     """The name of the schedule by which torchtitan places stages so, whichever order it runs. Raises InputError."""
     p, at = len(problem.devices), tuple(stage.device for stage in problem.stages)
-    ways = {
+    known = {
         "1F1B": placement("linear", p, 1),
         "Interleaved1F1B": placement("interleaved", p, max(2, len(at) // p)),
         "ZBVZeroBubble": placement("v", p, 2),
     }
-    name = next((name for name, places in ways.items() if places == at), None)
+    name = next((name for name, places in known.items() if places == at), None)
     if name is None:
         detail = (
             "is placed as torchtitan does not: it runs one stage a device, chunks in a loop, or two along a V. Maybe "
@@ -250,7 +250,7 @@ def _torch_takes_microbatches(problem: Problem) -> bool:
 
 
 def _interleaved(problem: Problem) -> Orders:
-    """Interleaved 1F1B in groups of the size that Megatron-LM is told."""
+    """Interleaved 1F1B in groups of the size in the flags of Megatron-LM."""
     return interleaved_1f1b(problem, group_size(len(problem.devices), problem.microbatches))
 
 
