@@ -105,7 +105,7 @@ def parse_modes(text: str, field: str) -> list[str]:
             detail = (
                 f"has {name!r}, but must be offload, {', '.join(IN_LOW_PRECISION)}, {EXAMPLES}, {BLOCKS} (selective "
                 f"with each number of blocks), or {GROUPS} (selective-groups of each size), those from full on also "
-                f"with {WITH_OFFLOAD}. Maybe {field} full,offload."
+                f"with {WITH_OFFLOAD}. Maybe {field} full."
             )
             raise InputError([Issue(field, "unknown_mode", detail)])
     return names

@@ -151,6 +151,14 @@ def test_what_is_named_twice_is_tried_once(cli: Cli, layers: Path) -> None:
     assert len(cuts) == len({*cuts})
 
 
+def test_modes_that_a_refusal_names_are_taken(cli: Cli, layers: Path) -> None:
+    options = ("--devices", "2", "--global-batch", "4", "--time-limit", "0.5", "--modes")
+    refused = cli("plan", layers, *options, "kept")
+    assert refused.code == 2
+    _, _, named = refused.err.strip().rstrip(".").rpartition("Maybe --modes ")
+    assert cli("plan", layers, *options, named).code == 0
+
+
 def test_a_profile_of_layers_and_a_model_are_told_apart(cli: Cli, layers: Path) -> None:
     run = cli("plan", "llama-3.1-8b", "--devices", "4", "--global-batch", "8")
     assert "--devices is of a layer profile, but llama-3.1-8b is the name of a model. Maybe --gpus 4" in run.err
