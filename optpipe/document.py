@@ -131,6 +131,13 @@ def refuse_kind(found: DocumentKind | None, needed: Sequence[DocumentKind], sour
         _refuse("wrong_format", f"is {found.name} but {names} is needed. {found.maybe}", source)
 
 
+def known_kind(content: bytes) -> DocumentKind | None:
+    """The kind of a file, JSON or not; None where it is unknown."""
+    with suppress(InputError):
+        return kind_of_data(parse_json(content))
+    return kind_of_text(content)
+
+
 def parse_json(text: str | bytes, source: str = "") -> Any:
     """Parse JSON; reject bad UTF-8, duplicate keys, NaN, infinities, huge numbers and deep nesting.
 
@@ -293,10 +300,7 @@ def read_toml(path: Path, max_bytes: int, needed: DocumentKind) -> dict[str, Any
     try:
         return tomllib.loads(content.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        found = kind_of_text(content)
-        with suppress(InputError):
-            found = kind_of_data(parse_json(content))
-        refuse_kind(found, [needed], source)
+        refuse_kind(known_kind(content), [needed], source)
         detail = f"is not TOML: {error}.{_maybe_encoded(content)}"
     except (RecursionError, ValueError):  # tomllib recurses into brackets, and Python limits the digits of integers
         detail = "nests too deeply, or has a number of thousands of digits. Maybe this is another file."

@@ -31,8 +31,8 @@ FORMATS = {
 
 TRANSFORMERS_CONFIG = DocumentKind(
     "the config.json of a transformers model",
-    "Maybe write its sizes into a table for 'optpipe profile --from-table' (docs/profile.md), or measure the model "
-    "with 'optpipe profile --model hf:FOLDER'.",
+    "Maybe give it to 'optpipe plan' with --gpus, write its sizes into a table for 'optpipe profile --from-table' "
+    "(docs/profile.md), or measure the model with 'optpipe profile --model hf:FOLDER'.",
 )
 CHROME_TRACE = DocumentKind(
     "a Chrome trace, such as a profile of torch.profiler",
@@ -52,6 +52,7 @@ MEGATRON_LAYOUT = DocumentKind(
 MACHINE = DocumentKind(
     "a machine (optpipe.machine/1, TOML)", "Maybe use 'optpipe machines' or name it with '--machine'."
 )
+MEASURED_STEPS = DocumentKind("a table of measured steps (CSV)", "Maybe use 'optpipe calibrate'.")
 SIZE_TABLE = DocumentKind("a table of sizes (TOML)", "Maybe use 'optpipe profile --from-table'.")
 TRAINING_SETTINGS = DocumentKind("a file of training settings (TOML)", "Maybe use 'optpipe train --config'.")
 SERVICE_SETTINGS = DocumentKind("a file of the service's settings (TOML)", "Maybe name it in OPTPIPE_CONFIG_FILE.")

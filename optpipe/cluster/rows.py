@@ -20,7 +20,8 @@ from optpipe.cluster.machine import known_names
 from optpipe.cluster.model import Model, named_models, read_model
 from optpipe.cluster.software import software_of
 from optpipe.cluster.strategy import Precision, Recompute, Sharding, Strategy, Vocabulary
-from optpipe.document import parse_json, read_bounded
+from optpipe.document import known_kind, parse_json, read_bounded, refuse_kind
+from optpipe.document_kinds import MEASURED_STEPS
 from optpipe.errors import InputError, Issue, shown
 
 MAX_FILE_BYTES = 2**25
@@ -91,10 +92,12 @@ def read_rows(path: Path, models: Path | None = None) -> tuple[list[Row], list[S
 
     Raises InputError if the file is no such table.
     """
-    text = read_bounded(path, MAX_FILE_BYTES).decode("utf-8", "replace")
+    content = read_bounded(path, MAX_FILE_BYTES)
+    text = content.decode("utf-8", "replace")
     table = csv.DictReader(io.StringIO(text, newline=""), restval="")
     missing = [name for name in NEEDED if name not in (table.fieldnames or ())]
     if missing:
+        refuse_kind(known_kind(content), [MEASURED_STEPS], str(path))
         found = ", ".join((table.fieldnames or [])[:8])
         detail = f"has no column {missing[0]!r} but {shown(found)}. Maybe its first line is no head."
         raise InputError([Issue("", "missing_column", detail)], str(path))

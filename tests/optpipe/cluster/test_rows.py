@@ -61,6 +61,9 @@ def test_a_file_that_is_no_table(tmp_path: Path) -> None:
     path.write_text("hello\n1\n")
     with pytest.raises(InputError, match=r"has no column 'model' but 'hello'\. Maybe its first line is no head"):
         read_rows(path)
+    path.write_text('{"format": "optpipe.plan/1"}')
+    with pytest.raises(InputError, match=r"is a plan but a table of measured steps \(CSV\) is needed\. Maybe write"):
+        read_rows(path)
     path.write_text(HEAD + "a" * 200_000)
     with pytest.raises(InputError, match="field larger than field limit"):
         read_rows(path)
