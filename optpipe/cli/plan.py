@@ -28,7 +28,7 @@ from optpipe.cli.plan_why import AskedLayout
 from optpipe.cli.solve import TimeLimit
 from optpipe.errors import InputError, Issue, NoSolutionError, shown
 from optpipe.files import check_writable, write_atomically
-from optpipe.mode_names import OFFLOAD, parse_modes
+from optpipe.mode_names import OFFLOAD, WITH_OFFLOAD, parse_modes
 from optpipe.placement import DEFAULT_PLACEMENTS, parse_placement
 from optpipe.units import share_text, times_text
 
@@ -444,6 +444,10 @@ def _search(
     if OFFLOAD in recomputing:
         detail = "has 'offload', which --offload decides here. Maybe leave it out of the modes."
         issues.append(Issue("--modes", "unknown_mode", detail))
+    leaving = [name for name in recomputing if name.endswith(WITH_OFFLOAD)]
+    if leaving and offload is Tried.NO:
+        detail = f"has {leaving[0]!r}, but --offload is no. Maybe leave one of them out."
+        issues.append(Issue("--modes", "conflict", detail))
     if issues:
         raise InputError(issues)
     check_layer_modes(profile, recomputing, "--modes")

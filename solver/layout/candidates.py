@@ -13,6 +13,7 @@ from math import inf
 from threading import Lock
 
 from optpipe.layers import LayerProfile
+from optpipe.mode_names import WITH_OFFLOAD
 from optpipe.partition import Batching, Partition, build_problem, name_with_cut, parameter_bytes
 from optpipe.placement import DEFAULT_PLACEMENTS, parse_placement, placement, placement_name
 from optpipe.problem import Objective, Problem
@@ -29,12 +30,12 @@ from solver.serial import impossible_budgets
 class Search:
     """Search space of layouts. `microbatch_sizes` must divide `global_batch` (both in sequences).
 
-    `modes` names activation modes that recompute (`check_layer_modes`), which every layout may use. `slices`: numbers
-    of slices of a sequence, which is cut by equal compute or equal length (`slice_by`). `factors` are those of the
-    microbatches of a step in which lengths differ, in a free order: then `microbatch_sizes` is the profile's alone, and
-    `global_batch` that times their number. `documents`: how many sequences they have (None: `global_batch`).
-    `vocabulary`: places of the last layer that are tried: in the last stage with others (`last`), alone in it (`own`),
-    or its rows on all devices (`spread`).
+    `modes` names activation modes that recompute (`check_layer_modes`), which every layout may use; those that copy to
+    the host too only one that may offload. `slices`: numbers of slices of a sequence, which is cut by equal compute or
+    equal length (`slice_by`). `factors` are those of the microbatches of a step in which lengths differ, in a free
+    order: then `microbatch_sizes` is the profile's alone, and `global_batch` that times their number. `documents`: how
+    many sequences they have (None: `global_batch`). `vocabulary`: places of the last layer that are tried: in the last
+    stage with others (`last`), alone in it (`own`), or its rows on all devices (`spread`).
     """
 
     devices: int
@@ -102,7 +103,8 @@ def candidates(profile: LayerProfile, search: Search, limits: Limits | None = No
     step, or where the time is over, little or nothing more is rated.
     """
     limits = limits or Limits(inf)
-    may_offload = profile.copies is not None and any(layer.offload_bytes for layer in profile.layers)
+    leaves = any(layer.offload_bytes for layer in profile.layers) or _modes(search, False) != list(search.modes)
+    may_offload = profile.copies is not None and leaves
     offloads = tuple(dict.fromkeys(offload and may_offload for offload in search.offload))
     profiles = [profile] if {*search.vocabulary} - {"spread"} else []
     if "spread" in search.vocabulary:
@@ -114,8 +116,9 @@ def candidates(profile: LayerProfile, search: Search, limits: Limits | None = No
         if not (own.spread and choice[2])  # passes are of whole microbatches
     ]
     layouts = [
-        _Layout(own, replace(search, placements=[name], microbatch_sizes=[size], offload=[offload]), slices, limits)
+        _Layout(own, replace(one, placements=[name], microbatch_sizes=[size]), slices, limits)
         for own, name, size, slices, offload in choices
+        for one in [replace(search, offload=[offload], modes=_modes(search, offload))]
     ]
     for number, layout in enumerate(layouts):
         if number and late(limits, LAST_SHARE):
@@ -216,6 +219,11 @@ class _Layout:
             slices=self._slices,
             factors=search.factors,
         )
+
+
+def _modes(search: Search, offload: bool) -> list[str]:
+    """The modes of layouts that may offload, or of those that may not."""
+    return [name for name in search.modes if offload or not name.endswith(WITH_OFFLOAD)]
 
 
 def _alone(vocabulary: Collection[str]) -> bool | None:

@@ -250,6 +250,7 @@ def test_a_layout_of_megatron_is_costed_and_compared(cli: Cli, tmp_path: Path) -
     ("options", "message"),
     [
         (("--modes", "offload"), "--modes has 'offload', which --offload decides here."),
+        (("--offload", "no", "--modes", "full+offload"), "--modes has 'full+offload', but --offload is no."),
         (("--modes", "selective"), "--modes has 'selective', but no layer says what it keeps if it is recomputed"),
         (("--microbatch-sizes", "9" * 5000), "does not divide --global-batch 8."),
         (("--microbatch-sizes", "3"), "--microbatch-sizes holds '3', which does not divide --global-batch 8."),

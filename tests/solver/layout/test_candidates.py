@@ -7,6 +7,7 @@ from math import inf
 
 import pytest
 
+from optpipe.layers import LayerProfile
 from optpipe.ops import Orders
 from optpipe.partition import cut_in_name
 from optpipe.problem import Problem
@@ -16,7 +17,7 @@ from solver.layout.candidates import LEAST_S, Search, TimeSlices, candidates
 from solver.layout.ranking import rank
 from solver.limits import Limits
 from solver.process import ChildResult
-from tests.layer_profiles import profile, tight_profile
+from tests.layer_profiles import BLOCK, profile, tight_profile
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -31,6 +32,15 @@ def test_the_name_of_a_problem_ends_with_its_cut() -> None:
             cut = ",".join(map(str, candidate.layout.sizes)) if named else None
             assert cut_in_name(candidate.problem.name) == cut
             assert candidate.problem.name == (f"{name}, cut {cut}" if named else name)
+
+
+def test_layouts_that_may_not_offload_have_no_modes_that_do() -> None:
+    block = BLOCK | {"recomputation": {"kept_bytes": 20, "offload_bytes": 20}}
+    copies = {"offload_bytes_per_us": 10.0, "reload_bytes_per_us": 10.0}
+    given = LayerProfile.from_data({"format": "optpipe.layers/1", "layers": [block | {"repeat": 4}], "copies": copies})
+    found = candidates(given, Search(2, 2, [1], ["linear"], modes=["full", "full+offload"]), Limits(1e-9))
+    modes = {one.offload: [mode.name for mode in one.problem.stages[1].modes] for one in found if one.problem}
+    assert modes == {False: ["full"], True: ["full", "full+offload"]}
 
 
 PROMISE_S = 2.0
