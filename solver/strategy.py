@@ -206,7 +206,7 @@ class SharedIncumbent:
         return float("inf") if start is None else start.value_us
 
     def ranked(self, rank: int) -> Solution | None:
-        """The best start of an order of microbatches that so many other orders have better starts than, if any."""
+        """The start of this rank, from 0, among the best of each order of microbatches; None beyond the last."""
         with self._lock:
             starts = sorted(self._starts.values(), key=lambda start: start.value_us)
             return replace(starts[rank], bound_us=self._best.bound_us) if rank < len(starts) else None
@@ -317,9 +317,9 @@ TRIAL_SHARE = 0.03
 
 
 def with_trials(subsolvers: Sequence[Subsolver]) -> Sequence[Subsolver]:
-    """Let annealing first begin for a moment with each of the best starts of different orders of microbatches.
+    """Have annealing begin for a moment with each of the best starts of a few orders of microbatches, before all else.
 
-    A start that is 1 % better often leads to schedules that are 7 % worse, since annealing changes little in the order.
+    Annealing changes little in the order: on u-p8-m32-lognormal a start 1 % better led to schedules 7 % longer.
     """
     found = list(subsolvers)
     for number, slices in enumerate(subsolvers):
