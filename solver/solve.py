@@ -114,9 +114,10 @@ def search(
         for orders in starts:
             offer_orders(given, shared, orders, "neighbour")
         if chosen.search is not None:
-            subsolvers: Sequence[Subsolver] = [[TimeSlice(chosen.name, chosen.search, 1.0, limits.workers, once=True)]]
-            if chosen.name == "search" and problem.has_free_order:
-                subsolvers = with_trials(subsolvers)
+            tries_orders = chosen.name == "search" and problem.has_free_order
+            # Trials take a share of the time from it, which further turns use.
+            alone = TimeSlice(chosen.name, chosen.search, 1.0, limits.workers, once=not tries_orders)
+            subsolvers: Sequence[Subsolver] = with_trials([[alone]]) if tries_orders else [[alone]]
         else:
             subsolvers = auto_subsolvers(problem, limits.workers, limits.lane, limits.without)
         if not shared.stop.requested:

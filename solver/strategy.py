@@ -313,7 +313,7 @@ TRIALS = 4
 """Orders of microbatches with which annealing begins in turn, where the order is free."""
 
 TRIAL_SHARE = 0.03
-"""Of the time, for each of them."""
+"""Share of the time for each of them."""
 
 
 def with_trials(subsolvers: Sequence[Subsolver]) -> Sequence[Subsolver]:

@@ -90,8 +90,10 @@ async def submit(
 
 
 async def _read(service: Service, owner: UUID | None, body: bytes) -> ReadPlan:
-    """What a body asks for. One that is large is read in a process of the pool, and so is one with a model of its own:
-    a few words may be of thousands of layers."""
+    """Read what a body asks for, in a process of the pool if it is large or has a model of its own.
+
+    A few words may describe thousands of layers.
+    """
     if len(body) <= INLINE_BYTES:
         plan = read_document(PlanBody, body)
         if isinstance(plan.model, str):

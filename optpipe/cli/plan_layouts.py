@@ -93,7 +93,7 @@ def _rated_choices(judged: Sequence[Judged]) -> tuple[set[tuple[object, ...]], s
 
 
 def first_of(judged: Sequence[Judged]) -> str:
-    """What the first layout is: the best, where a cut of every combination of choices was rated."""
+    """Name for the first layout: the best, where a cut of every combination of choices was rated."""
     every, rated = _rated_choices(judged)
     return "best" if len(rated) == len(every) else "best of those rated"
 

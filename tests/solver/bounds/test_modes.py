@@ -87,9 +87,9 @@ def test_what_cannot_be_kept_is_recomputed_inside_every_backward(budget: int | N
 @pytest.mark.parametrize(("budget", "us"), [(20, 3), (19, 4), (14, 4), (13, 5)])
 def test_what_cannot_be_kept_on_all_stages_of_a_device_is_recomputed(budget: int, us: float) -> None:
     """One device along a V of two stages of 10 bytes, or 4 for 1 us and 3 for 2 us: those of stage 0 wait."""
-    ways = [{"name": f"keeps {kept}", "kept_bytes": kept, "recompute_us": us} for kept, us in ((4, 1), (3, 2))]
-    own = [way | {"segment_bytes": 10 - way["kept_bytes"]} for way in ways]
-    data = recomputing(2, 5, own, budget).to_data()
+    ahead = [{"name": f"keeps {kept}", "kept_bytes": kept, "recompute_us": us} for kept, us in ((4, 1), (3, 2))]
+    inside = [mode | {"segment_bytes": 10 - mode["kept_bytes"]} for mode in ahead]
+    data = recomputing(2, 5, inside, budget).to_data()
     stages = [stage | {"device": 0} for stage in data["stages"]]
     problem = Problem.from_data(data | {"stages": stages, "devices": data["devices"][:1]})
     assert lower_bound_us(problem) == pytest.approx(5 * (3 + us))
