@@ -15,7 +15,7 @@ import typer
 from optpipe.cli.console import AsJson, compile_once, parse_share, parse_size, print_json, stderr
 from optpipe.errors import InputError, Issue, needs_extra, shown
 from optpipe.files import check_writable, write_atomically
-from optpipe.train.config import SETTINGS, Setting
+from optpipe.train.settings import SETTINGS, Setting
 
 if TYPE_CHECKING:
     from optpipe.train import TrainingConfig
@@ -120,7 +120,7 @@ def command(
     exceeds plan or budget, or if memory is still allocated after a step. With --trace one step is repeated a few times
     and compared with the plan. All settings are explained in docs/train.md.
     """
-    from optpipe.train.config import read_config, settings_named_as_given
+    from optpipe.train.settings import read_config, settings_named_as_given
 
     setting_names = {_variable(name): name for name in SETTINGS}
     settings = {setting_names[variable]: value for variable, value in given.items() if value is not None}

@@ -1,17 +1,13 @@
-"""Settings of a training run: frozen pydantic dataclasses, read from TOML, flags or Python. Imports no torch.
+"""Settings of a training run: frozen pydantic dataclasses. Imports no torch.
 
 The docstring under a field is its text in `--help` and in docs/train.md; its limits are pydantic's (ge, gt, le).
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from difflib import get_close_matches
-from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
@@ -26,7 +22,6 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     StrictStr,
-    TypeAdapter,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -35,8 +30,6 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, ErrorDetails, PydanticKnownError, to_jsonable_python
 
-from optpipe.document import read_toml
-from optpipe.document_kinds import TRAINING_SETTINGS
 from optpipe.errors import InputError, Issue, shown
 from optpipe.mode_names import OFFLOAD, parse_modes
 from optpipe.placement import devices_of_stages
@@ -46,7 +39,6 @@ if TYPE_CHECKING:
 
     from optpipe.schedule import Schedule
 
-MAX_CONFIG_BYTES = 2**16
 MAX_NUMBER = 10**30
 """Limit of settings without one of their own: far above any sensible value, far below where floats end."""
 MAX_SEED = 2**63 - 1
@@ -113,7 +105,7 @@ class Group:
         try:
             group = handler(data)
         except ValidationError as error:
-            raise InputError(_issues(cls, error)) from None
+            raise InputError(issues_of(cls, error)) from None
         if issues := list(group.conflicts()):
             raise InputError(issues)
         return group
@@ -557,34 +549,10 @@ GROUPS: Mapping[str, type[Group]] = {
 }
 """All groups by the name of their table ("": the top of the file), which is also their field in `TrainingConfig`."""
 
-FLAGS = {
-    "model.name": "--model",
-    "optimizer.name": "--optimizer",
-    "checkpoints.folder": "--checkpoint",
-    "checkpoints.every_steps": "--checkpoint-every",
-    "checkpoints.asynchronous": "--checkpoint-async",
-    "online.memory_bytes": "--memory",
-    "online.time_limit_s": "--time-limit",
-    "online.save": "--save-schedule",
-}
-"""Flags that are not named after the field."""
-
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
 
-class Setting(NamedTuple):
-    """A field as the command line needs it; `name` is its place in the file, such as ``model.layers``."""
-
-    name: str
-    table: str
-    flag: str
-    text: str
-    type: type
-    choices: tuple[str, ...]
-    default: object
-
-
-def _kind(info: FieldInfo) -> tuple[type, tuple[str, ...]]:
+def kind_of(info: FieldInfo) -> tuple[type, tuple[str, ...]]:
     """The type of a field, without None, and its choices if it has a few."""
     hint: Any = info.annotation
     if get_origin(hint) in (Union, UnionType):  # of a type and None
@@ -592,35 +560,6 @@ def _kind(info: FieldInfo) -> tuple[type, tuple[str, ...]]:
     if get_origin(hint) is Literal:
         return str, get_args(hint)
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint, ()
-
-
-def _texts() -> dict[tuple[str, str], str]:
-    """The docstrings under fields, by class and field: pydantic would read this file again for each class."""
-    found = {}
-    for group in ast.parse(Path(__file__).read_bytes()).body:
-        if isinstance(group, ast.ClassDef):
-            for field, under in pairwise(group.body):
-                match field, under:
-                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
-                        found[group.name, name] = " ".join(text.split())
-    return found
-
-
-def _setting(table: str, field: str, text: str, info: FieldInfo) -> Setting:
-    name = f"{table}.{field}" if table else field
-    flag = FLAGS.get(name, f"--{field.replace('_', '-')}")
-    return Setting(name, table, flag, text, *_kind(info), info.default)
-
-
-SETTINGS: Mapping[str, Setting] = {
-    setting.name: setting
-    for texts in [_texts()]
-    for table, group in GROUPS.items()
-    for field, info in group.__pydantic_fields__.items()
-    if field != "schedule" and field not in GROUPS
-    for setting in [_setting(table, field, texts[group.__name__, field], info)]
-}
-"""Every setting by its name, in the order of the groups. The schedule is none: it is given as a path."""
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -632,83 +571,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def read_config(path: Path | None, flags: Mapping[str, Any]) -> TrainingConfig:
-    """The configuration in `path`, if any; `flags`, settings by their names, win over it.
-
-    Paths in the file are relative to its folder. Raises InputError that names each wrong setting as it was given: by
-    its place in the file, or by its flag.
-    """
-    folder = path.parent if path else Path()
-    issues = []
-    with _named_as_given(path, flags):
-        data = read_toml(path, MAX_CONFIG_BYTES, TRAINING_SETTINGS) if path else {}
-        for name, value in flags.items():
-            table, _, field = name.rpartition(".")
-            values = data.setdefault(table, {}) if table else data
-            if isinstance(values, dict):
-                values[field] = value
-        schedule = data.pop("schedule", None)
-        if schedule is not None and not isinstance(schedule, str | Path):
-            issues.append(Issue("schedule", "wrong_type", f"is {shown(schedule)} but must be a path."))
-        try:
-            config = TypeAdapter(TrainingConfig).validate_python(data, context=folder)
-        except ValidationError as error:
-            issues += _issues(TrainingConfig, error)
-        else:
-            if schedule is not None and config.online.mode == "first":
-                detail = "is given, but --solve has one found before training. Maybe --online, which begins with it."
-                issues.append(Issue("schedule", "conflict", detail))
-        if issues:
-            raise InputError(issues)
-    loaded = None
-    if schedule is not None:  # its own errors name its file
-        from optpipe.schedule import Schedule
-
-        loaded = Schedule.load(folder / schedule if isinstance(schedule, str) else schedule)
-    with _named_as_given(path, flags):
-        return replace(config, schedule=loaded)
-
-
-@contextmanager
-def _named_as_given(path: Path | None, flags: Mapping[str, Any]) -> Iterator[None]:
-    """Name settings in errors by the flag that gave them (without a file: that could), otherwise by the file."""
-    names = {name: setting.flag for name, setting in SETTINGS.items()} | {"schedule": "--schedule"}
-    try:
-        yield
-    except InputError as error:
-        if error.source:
-            raise
-        issues = [
-            Issue(names.get(i.pointer, i.pointer), i.code, i.detail) if i.pointer in flags or not path else i
-            for i in error.issues
-        ]
-        in_file = path and not any(issue.pointer.startswith("--") for issue in issues)
-        raise InputError(issues, str(path) if in_file else "") from None
-
-
-@contextmanager
-def settings_named_as_given(path: Path | None, flags: Mapping[str, Any]) -> Iterator[None]:
-    """Name settings as `read_config` does in errors that training raises later, when it uses them.
-
-    Errors of anything else are left as they are. A part of training that commands share names a flag, such as
-    ``--memory``: where that is not among `flags`, the file gave the setting.
-    """
-    in_file = {setting.flag: setting for name, setting in SETTINGS.items() if path and name not in flags}
-    try:
-        yield
-    except InputError as error:
-        if not error.issues:
-            raise
-        pointers = [issue.pointer for issue in error.issues]
-        named = [in_file[pointer].name if pointer in in_file else pointer for pointer in pointers]
-        if error.source or not set(named) <= SETTINGS.keys():
-            raise
-        with _named_as_given(path, flags):
-            issues = [Issue(name, i.code, i.detail) for name, i in zip(named, error.issues, strict=True)]
-            raise InputError(issues) from None
-
-
-def _issues(group: type[Group], error: ValidationError) -> list[Issue]:
+def issues_of(group: type[Group], error: ValidationError) -> list[Issue]:
     """The errors that pydantic found in a group, in our words."""
     return [_issue(group, entry) for entry in error.errors(include_url=False)]
 
@@ -720,10 +583,10 @@ def _issue(group: type[Group], error: ErrorDetails) -> Issue:
     if error["type"] == "unexpected_keyword_argument":
         return Issue(loc, "unknown_field", "is not a setting." + _did_you_mean(home, field))
     if error["type"] == "dataclass_type":
-        maybe = f" Maybe {field}.name is meant." if f"{field}.name" in SETTINGS else ""
+        maybe = f" Maybe {field}.name is meant." if "name" in GROUPS[field].__pydantic_fields__ else ""
         return Issue(loc, "no_table", f"is {shown(error['input'])} but must be a table.{maybe}")
     value, info = error["input"], home.__pydantic_fields__[field]
-    kind, choices = _kind(info)
+    kind, choices = kind_of(info)
     limits = {name: getattr(m, name) for m in info.metadata for name in ("ge", "gt", "le") if hasattr(m, name)}
     unlimited, code = limits.get("le") == MAX_NUMBER, "out_of_range"
     match error["type"]:

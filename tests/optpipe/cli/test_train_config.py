@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from optpipe.errors import InputError, Issue
-from optpipe.train.config import SETTINGS, settings_named_as_given
+from optpipe.train.settings import SETTINGS, settings_named_as_given
 from tests.optpipe.cli.conftest import Cli
 
 NAME = "hf:FOLDER, or package.module:callable"

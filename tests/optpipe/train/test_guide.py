@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.train.config import SETTINGS, Setting
+from optpipe.train.settings import SETTINGS, Setting
 
 PAGE = (Path(__file__).parents[3] / "docs" / "train.md").read_text()
 ROWS = PAGE.partition("## All settings")[2]
