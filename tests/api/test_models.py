@@ -24,7 +24,7 @@ def faults_of(model: type[Document], data: Any) -> list[tuple[str, str]]:
 
 
 def test_a_list_is_checked_up_to_its_first_wrong_item_in_a_large_body() -> None:
-    data = {"devices": [{"compute": []}] * 300_000}
+    data = {"devices": [{"compute": []}] * 60_000}
     text = json.dumps(data).encode()
     began = time.thread_time()
     parse_json(text)
@@ -33,7 +33,7 @@ def test_a_list_is_checked_up_to_its_first_wrong_item_in_a_large_body() -> None:
     took_s = time.thread_time() - parsed
     assert any(pointer.startswith("/devices/0/") and code == "missing" for pointer, code in faults)
     assert not any(pointer.startswith("/devices/1") for pointer, _ in faults)
-    assert took_s < 3 * (parsed - began) + 0.5  # 1.2 million faults take several times as long
+    assert took_s < 3 * (parsed - began) + 0.5  # 240,000 faults take several times as long
 
 
 def test_the_first_faults_are_listed_and_the_others_counted() -> None:

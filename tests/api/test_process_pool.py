@@ -20,6 +20,8 @@ from api.process_pool import FairSlots, ProcessPool, Quota, SecondsBudget
 from instances import instance
 from tests.api.harness import PROBLEM, body
 
+pytestmark = pytest.mark.usefixtures("forked_pool")
+
 CAPS = vars(Caps(50_000, 60, 1))
 SMALL = json.dumps({"problem": PROBLEM.to_data()}).encode()
 LARGE = json.dumps({"problem": instance("po-18.1b-16k-d16-v3-m128-mem0.25").to_data()}).encode()

@@ -28,3 +28,11 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     assert built.returncode == 0, built.stdout + built.stderr
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return Distributions(sdist, wheel)
+
+
+def version_of(folder: Path) -> str:
+    """Version of a build of the sources in `folder`."""
+    command = [sys.executable, "-m", "hatchling", "version"]
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stderr
+    return said.stdout.strip()

@@ -15,7 +15,7 @@ from zipfile import ZipFile
 import pytest
 
 from instances import INSTANCES
-from tests.release.conftest import ROOT, Distributions
+from tests.release.conftest import ROOT, Distributions, version_of
 
 PACKAGES = ("api", "optpipe", "solver")
 NOT_INSTALLED = {"api/web/tsconfig.json"}
@@ -125,6 +125,13 @@ def test_the_sdist_has_the_repository(in_sdist: frozenset[str]) -> None:
 def test_the_sdist_has_nothing_that_was_left_lying_about(in_sdist: frozenset[str]) -> None:
     left = {"out", "build", "dist", ".venv", ".git", "__pycache__", ".hypothesis", ".mypy_cache"}
     assert not any(left & set(name.split("/")) for name in in_sdist)
+
+
+def test_an_sdist_keeps_its_version(distributions: Distributions, tmp_path: Path) -> None:
+    with tarfile.open(distributions.sdist) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == f"optpipe-{version_of(folder)}"
 
 
 def test_an_extra_brings_what_its_name_says(distributions: Distributions) -> None:

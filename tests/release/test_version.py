@@ -7,13 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.release.conftest import ROOT, Distributions
+from tests.release.conftest import ROOT, version_of
 
 QUIET = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
 AUTHOR = {f"GIT_{who}_{what}": "nobody" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
@@ -22,14 +21,6 @@ AUTHOR = {f"GIT_{who}_{what}": "nobody" for who in ("AUTHOR", "COMMITTER") for w
 def git(folder: Path, *words: str) -> None:
     environment = os.environ | QUIET | AUTHOR
     subprocess.run(["git", *words], cwd=folder, env=environment, check=True, capture_output=True, timeout=60)
-
-
-def version_of(folder: Path) -> str:
-    """Version of a build of the sources in `folder`."""
-    command = [sys.executable, "-m", "hatchling", "version"]
-    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 0, said.stderr
-    return said.stdout.strip()
 
 
 @pytest.fixture
@@ -80,13 +71,6 @@ def test_a_shallow_clone_without_a_tag_names_its_commit(repository: Path) -> Non
 
 def test_sources_without_git_have_the_fallback(sources: Path) -> None:
     assert version_of(sources) == "0.1.dev0"
-
-
-def test_an_sdist_keeps_its_version(distributions: Distributions, tmp_path: Path) -> None:
-    with tarfile.open(distributions.sdist) as sdist:
-        sdist.extractall(tmp_path, filter="data")
-    (folder,) = tmp_path.iterdir()
-    assert folder.name == f"optpipe-{version_of(folder)}"
 
 
 def test_the_command_line_says_its_version() -> None:
