@@ -47,19 +47,17 @@ def test_it_stands_up_again(environment: dict[str, str], free_tcp_port: int, for
         service.kill()
         worker.wait(PATIENCE_S)  # without its parent it ends by itself
     assert database.is_running()
-    with _serving(environment, free_tcp_port) as (service, client):
+    with _serving(environment, free_tcp_port, python=forked_services / "python") as (service, client):
         assert _database_of(environment) == database  # taken over
         assert client.get(first).json()["status"] == "succeeded"
         _solved(client, microbatches=5)
-        worker = _worker_of(service)
+        (worker,) = _workers_of(_listening_pid(free_tcp_port))
         service.send_signal(signal.SIGTERM)
         assert service.wait(PATIENCE_S) == 0
         worker.wait(1)
         assert _has_ended(database)
-    keys = json.loads(
-        _command(forked_services, environment, "keys", "list", "--json").stdout
-    )  # starts the database for itself
-    assert [key["name"] for key in keys] == ["ci"]
+    listed = _command(forked_services, environment, "keys", "list", "--json")  # starts the database for itself
+    assert [key["name"] for key in json.loads(listed.stdout)] == ["ci"]
     folder = Path(environment["OPTPIPE_DATA_FOLDER"]) / "postgresql"
     with pytest.raises(psycopg.OperationalError):
         psycopg.connect(f"postgresql://postgres:@/postgres?host={folder}")
