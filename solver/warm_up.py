@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from optpipe.errors import MethodError
-from optpipe.problem import Problem
+from optpipe.problem import Overlap, Problem
+from optpipe.spread import Gate, SpreadPass
 from solver.kernels import WARM, are_being_compiled, compiler_lock, forget_stale, is_marked, mark
 from solver.process import child_environment, module_command
 
@@ -126,16 +127,15 @@ def _toy_with_blocks() -> Problem:
     """The first toy along a V, where a forward and a backward of a device may be one block."""
     toy = next(problem for problem in _toys() if len(problem.stages) > len(problem.devices))
     pairs = [(f, b) for stages in toy.stages_of for f, b in product(stages, stages)]
-    overlaps = [{"forward_stage": f, "backward_stage": b, "us": 25} for f, b in pairs]
-    return Problem.from_data(toy.to_data() | {"overlaps": overlaps})
+    return toy.replaced(overlaps=[Overlap(forward_stage=f, backward_stage=b, us=25) for f, b in pairs])
 
 
 def _toy_with_passes() -> Problem:
     """The first toy, with a spread pass that its last backward waits for."""
     toy, last = next(_toys()), 1
-    passes = [{"name": "S", "us": [1, 1], "after": [{"op": "F", "stage": last}]}]
-    gates = [{"op": "B", "stage": last, "after": [{"pass": "S"}]}]
-    return Problem.from_data(toy.to_data() | {"spread": passes, "gates": gates})
+    spread = SpreadPass.from_data({"name": "S", "us": [1, 1], "after": [{"op": "F", "stage": last}]})
+    gate = Gate.from_data({"op": "B", "stage": last, "after": [{"pass": "S"}]})
+    return toy.replaced(spread=[spread], gates=[gate])
 
 
 _OBJECTIVES = ("makespan", "device_span")

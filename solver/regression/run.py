@@ -95,17 +95,18 @@ class Entry(Document):
         problem = Problem.load(path)
         if self.microbatches is None and self.memory_share is None:
             return problem
-        data = problem.to_data() | {"name": self.instance}
+        changes: dict[str, Any] = {"name": self.instance}
         if self.microbatches is not None:
-            data["microbatches"] = self.microbatches
-        if self.memory_share is not None:
-            limited = [device for device in data["devices"] if device["memory_bytes"] is not None]
-            if not limited:
-                detail = f"is {self.memory_share:g}, but no device of {path} has a budget. Maybe leave it out."
+            changes["microbatches"] = self.microbatches
+        if (share := self.memory_share) is not None:
+            if all(device.memory_bytes is None for device in problem.devices):
+                detail = f"is {share:g}, but no device of {path} has a budget. Maybe leave it out."
                 raise InputError([Issue("memory_share", "no_budget", detail)])
-            for device in limited:
-                device["memory_bytes"] = math.floor(self.memory_share * device["memory_bytes"])
-        return Problem.from_data(data, str(path))
+            changes["devices"] = [
+                d if d.memory_bytes is None else d.replaced(memory_bytes=math.floor(share * d.memory_bytes))
+                for d in problem.devices
+            ]
+        return Problem.from_data(problem.replaced(**changes).to_data(), str(path))
 
 
 class Suite(Document):
