@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from instances import INSTANCES, uniform
+from instances import uniform
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
 from solver.components import COMPONENTS
 from solver.regression.run import Suite
+from solver.solve import solve
 from tests.optpipe.cli.conftest import Cli
 
 RECORDED = {"value_us": 104, "bound_us": 104, "seconds": 1.0, "time_limit_s": 30.0, "workers": 2, "version": "0.1.0"}
@@ -144,26 +144,20 @@ def test_wrong_use(cli: Cli, tmp_path: Path) -> None:
         assert "Traceback" not in run.err
 
 
-def processor_s(pid: int) -> float:
-    """Processor time that the threads of a process have had."""
-    return sum(psutil.Process(pid).cpu_times()[:2])
+def test_ctrl_c_prints_what_is_done(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that it stops keeps its best schedule; those behind it are not begun."""
 
+    def interrupted(problem: Problem, *arguments: Any) -> Schedule:
+        if problem.microbatches == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return solve(problem, *arguments)
 
-def test_ctrl_c_prints_what_is_done(tmp_path: Path) -> None:
-    hard = INSTANCES / "d-p8-m16-o1-mo1-b1o4-vshape-make.json"
-    suite = suite_of(tmp_path, {"recorded": RECORDED}, {"problem": str(hard), "method": "cp-sat"}, {"microbatches": 2})
-    arguments = [sys.executable, "-m", "optpipe", "bench", str(suite), "--time-limit", "400", "--json"]
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert "1/3  two" in process.stderr.readline()
-        began_s = processor_s(process.pid)
-        while processor_s(process.pid) < began_s + 3:  # by then the next one has its first schedule
-            time.sleep(0.1)
-        os.kill(process.pid, signal.SIGINT)
-        out, errors = process.communicate()
-    assert process.returncode == 130
-    assert "Traceback" not in errors
-    document = json.loads(out)
-    assert document["interrupted"] is True
-    assert [result["verdict"] for result in document["results"]] == ["same", "interrupted"]
-    assert document["results"][1]["value_us"] >= document["results"][1]["bound_us"]
+    monkeypatch.setattr(sys.modules["solver.solve"], "solve", interrupted)
+    stopped = {"microbatches": 2, "method": "1f1b"}
+    run = cli("bench", suite_of(tmp_path, {"recorded": RECORDED}, stopped, {"microbatches": 4}), "--json")
+    assert run.code == 130
+    assert "1/3  two" in run.err
+    assert "Traceback" not in run.err
+    assert run.document["interrupted"] is True
+    assert [result["verdict"] for result in run.document["results"]] == ["same", "interrupted"]
+    assert run.document["results"][1]["value_us"] >= run.document["results"][1]["bound_us"]

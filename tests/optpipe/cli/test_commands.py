@@ -141,8 +141,7 @@ def test_solve_knows_what_was_solved_before(cli: Cli, problem_file: Path, tmp_pa
             ("d-p4-m8-o1-mo1-b1o2-linear-make", ("cp-sat",)),
             ("d-p4-m8-o1-mo1-b1o2-linear-make", ("search", "--seed", "5")),
             ("d-p4-m8-o1-mo1-b1o2-linear-make", ("ada-offload",)),
-            ("d-p16-m32-o1-mo1-b1o4-linear-make", ("auto",)),
-            ("d-p16-m32-o1-mo1-b1o4-linear-make", ("pattern",)),
+            ("d-p8-m16-o1-mo1-b1o4-linear-make", ("pattern",)),
         ]
     ),
 )
@@ -154,17 +153,17 @@ def test_a_deterministic_limit_gives_the_same_bytes(
     schedules, told = [], []
     for run in range(2):
         out = tmp_path / "schedule.json"
-        found = cli("solve", path, "-o", out, "--deterministic-limit", "0.05", "--json", "--method", *options)
+        found = cli("solve", path, "-o", out, "--deterministic-limit", "0.02", "--json", "--method", *options)
         assert found.code == 0
         schedules.append(out.read_bytes())
         told.append(found.out)
         if run == 0:
-            assert cli("solve", path, "--time-limit", "0.5", "--method", *options).code == 0
+            assert cli("solve", path, "--time-limit", "0.2", "--method", *options).code == 0
     assert schedules[0] == schedules[1]
     assert told[0] == told[1]
     schedule = Schedule.load(out)
     assert verify(schedule).ok
-    assert schedule.solve_seconds == 0.05
+    assert schedule.solve_seconds == 0.02
 
 
 def test_a_deterministic_limit_ends_the_search_and_says_so(cli: Cli) -> None:
@@ -194,7 +193,7 @@ def test_nothing_found_within_the_limit(cli: Cli, tmp_path: Path, option: str, r
     """A V placement at a budget of its floor minus a little: feasible or not, a hundredth of a second finds nothing."""
     path = tmp_path / "hard.json"
     path.write_text(uniform(8, 64, v_shape=True, activation_bytes=100, backward_weight_bytes=99, budget=199).to_json())
-    run = cli("solve", path, option, "0.01")
+    run = cli("solve", path, option, "0.01", "--method", "search")
     assert run.code == 4
     assert reason in run.err
 
@@ -546,33 +545,21 @@ def test_infeasible_is_proved_with_a_budget_that_does(cli: Cli, tmp_path: Path) 
     assert "Maybe raise devices[].memory_bytes to [4, 4]" in run.err
 
 
-def test_the_module_is_the_same_program() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "optpipe", "methods", "--json"], capture_output=True, text=True, check=True, timeout=60
-    )
+def test_the_module_is_the_same_program(forked: Path) -> None:
+    command = [forked / "python", "-m", "optpipe", "methods", "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert [row["name"] for row in json.loads(run.stdout)] == list(METHODS)
 
 
-def test_ctrl_c_keeps_the_best_schedule(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_best_schedule(forked: Path, tmp_path: Path) -> None:
     out = tmp_path / "best.json"
     instance = INSTANCES / "d-p8-m16-o1-mo1-b1o4-vshape-make.json"
-    command = [
-        sys.executable,
-        "-m",
-        "optpipe",
-        "solve",
-        instance,
-        "-o",
-        out,
-        "--time-limit",
-        "300",
-        "--method",
-        "cp-sat",
-    ]
+    options = ("-o", out, "--time-limit", "300", "--method", "cp-sat")
+    command = [forked / "python", "-m", "optpipe", "solve", instance, *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "bound" in process.stderr.readline()
-    time.sleep(1)
+    time.sleep(0.2)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 130

@@ -21,18 +21,18 @@ from optpipe.train import CheckpointConfig, ModelConfig, TrainingConfig, train
 from optpipe.train.checkpoint.convert import from_hugging_face, to_hugging_face
 from tests.optpipe.models import tiny_models
 from tests.optpipe.models.cases import config_of
-from tests.optpipe.models.tiny_models import plain_losses, plain_model, saved
+from tests.optpipe.models.tiny_models import STEPS, plain_losses, plain_model, saved
 from tests.ranks import RunRanks
 from tests.sample import some
 
 WORKER = Path(__file__).parent / "worker.py"
-HALF = 6
+HALF = STEPS // 2
 NAMES = ("tied llama", "qwen3-moe")
 
 
 def run_of(name: str, way: str, folder: Path, cut: str | None = None) -> TrainingConfig:
     config = config_of(f"{name}, {way}")
-    return replace(config, model=replace(config.model, cut=cut), checkpoints=CheckpointConfig(folder), steps=2 * HALF)
+    return replace(config, model=replace(config.model, cut=cut), checkpoints=CheckpointConfig(folder))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_run_goes_on_where_it_is_cut_otherwise(runs: Path, tmp_path: Path, nam
     shutil.copytree(runs / name, tmp_path / name)
     result = train(run_of(name, way, tmp_path / name, cut))
     assert result.first_step == HALF
-    assert result.losses == pytest.approx(plain_losses(name)[HALF : 2 * HALF], rel=0, abs=1e-5)
+    assert result.losses == pytest.approx(plain_losses(name)[HALF:], rel=0, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,7 +97,7 @@ def test_infinity_in_a_configuration_is_written(tmp_path: Path) -> None:
 def test_torch_reads_the_copy_in_its_own_files(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["checkpoint", "to-dcp", str(runs / "tied llama"), "-o", str(tmp_path / "dcp")])
-    assert "the state after 6 steps" in capsys.readouterr().out
+    assert f"the state after {HALF} steps" in capsys.readouterr().out
     to_hugging_face(runs / "tied llama", tmp_path / "hf")
     weights = type(plain_model("tied llama")).from_pretrained(tmp_path / "hf").state_dict()
     own = {name: torch.empty_like(tensor) for name, tensor in weights.items() if name != "lm_head.weight"}
@@ -135,16 +135,16 @@ def test_a_run_begins_with_the_weights_of_a_folder(
 def test_two_processes_one_and_four_go_on_from_one_another(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Each on a cut of its own, tied weights in the first and the last process included."""
     name = "tied llama"
-    run_ranks(WORKER, 2, str(tmp_path), "recut", saved(name), str(tmp_path / "run"), "in 2", "2,3", "6")
+    run_ranks(WORKER, 2, str(tmp_path), "recut", saved(name), str(tmp_path / "run"), "in 2", "2,3", "2")
     found = json.loads((tmp_path / "rank1.json").read_text())
     losses = list(found["losses"])
-    config = replace(run_of(name, "V", tmp_path / "run", "1,2,1,1"), steps=9)
+    config = replace(run_of(name, "V", tmp_path / "run", "1,2,1,1"), steps=4)
     losses += train(config).losses
-    run_ranks(WORKER, 4, str(tmp_path), "recut", saved(name), str(tmp_path / "run"), "linear", "1,1,1,2", "12")
+    run_ranks(WORKER, 4, str(tmp_path), "recut", saved(name), str(tmp_path / "run"), "linear", "1,1,1,2", "6")
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
-    assert {rank["first_step"] for rank in ranks} == {9}
+    assert {rank["first_step"] for rank in ranks} == {4}
     losses += ranks[0]["losses"]
-    assert losses == pytest.approx(plain_losses(name)[:12], rel=0, abs=1e-5)
+    assert losses == pytest.approx(plain_losses(name), rel=0, abs=1e-5)
 
 
 def test_it_is_trained_on(runs: Path, tmp_path: Path) -> None:

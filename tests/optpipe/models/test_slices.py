@@ -21,7 +21,7 @@ from tests.sliced_schedules import microbatch_by_microbatch, seq1f1b_schedule, s
 BLOCKS = {"name": "selective", "kept_bytes": 20, "recompute_us": 5, "segment_bytes": 80}
 
 SCHEDULES = {
-    "seq1f1b": seq1f1b_schedule(2, MICROBATCHES, 4),
+    "seq1f1b": seq1f1b_schedule(2, MICROBATCHES, 3),
     "V, split": microbatch_by_microbatch(sliced_problem((0, 1, 1, 0), MICROBATCHES, 3), ("B", "W")),
     "recomputed": microbatch_by_microbatch(
         sliced_problem((0, 1), MICROBATCHES, 2, modes=[BLOCKS]), ("CBW",), mode="selective"

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tests.optpipe.train.cases import decaying
 
 VOCABULARY, LAYERS, ROWS, TOKENS, MICROBATCHES = 64, 4, 2, 8, 4
-STEPS, LEARNING_RATE, WEIGHT_DECAY, BALANCE = 20, 1e-2, 0.01, 0.1
+STEPS, LEARNING_RATE, WEIGHT_DECAY, BALANCE = 6, 1e-2, 0.01, 0.1
 
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS}
 _SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}

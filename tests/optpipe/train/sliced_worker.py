@@ -5,7 +5,6 @@ Usage: sliced_worker.py FOLDER.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -13,27 +12,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, TrainingConfig, train
+from tests.gloo import gloo_group
 
 
 def config_of(schedule: Schedule) -> TrainingConfig:
-    return TrainingConfig(schedule, ModelConfig("tiny", layers=4, dtype="float64"), steps=3, check=True)
+    return TrainingConfig(schedule, ModelConfig("tiny", layers=4, dtype="float64"), steps=2, check=True)
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     results: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.schedule.json")):
-        result = train(config_of(Schedule.load(path)))
-        results[path.name.removesuffix(".schedule.json")] = asdict(replace(result, schedule=None))
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
+    with gloo_group():
+        for path in sorted(folder.glob("*.schedule.json")):
+            result = train(config_of(Schedule.load(path)))
+            results[path.name.removesuffix(".schedule.json")] = asdict(replace(result, schedule=None))
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 

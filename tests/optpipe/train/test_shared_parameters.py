@@ -22,18 +22,18 @@ from optpipe.train.model import Model
 from tests.optpipe.train import shared_stages
 from tests.optpipe.train.shared_cases import STEPS, config_of, plain
 from tests.ranks import RunRanks
-from tests.sample import some
+from tests.sample import RARELY, some
 
 WORKER = Path(__file__).parent / "shared_worker.py"
 MAIN = Path(__file__).parents[1] / "cli" / "main_worker.py"
 NAMES = ("gpt2", "llama", "everywhere", "modules")
 
 TWO = [f"{name}, V, {more}" for name in NAMES for more in ("checked", "clipped", "resumed")]
-TWO = some([*TWO, "gpt2, online", "llama, online"])
+TWO = some([*TWO, "gpt2, online", "llama, online"], RARELY)
 FOUR = [f"{name}, linear, {more}" for name in NAMES for more in ("checked", "clipped", "resumed")]
 FOUR += [f"{name}, replicas of a V, clipped" for name in ("everywhere", "modules")]
 FOUR += [f"{name}, replicas, {more}" for name in ("gpt2", "llama") for more in ("checked", "clipped")]
-FOUR = some(FOUR)
+FOUR = some(FOUR, RARELY)
 
 
 def near(losses: list[float]) -> Any:

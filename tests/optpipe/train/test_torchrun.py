@@ -1,10 +1,8 @@
-"""One process a device under torchrun, over gloo on the loopback: what one process shows holds there too."""
+"""One process a device, over gloo on the loopback: what one process shows holds there too."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,16 @@ from optpipe.errors import TrainingError
 from optpipe.schedule import Schedule, schedule_text
 from optpipe.train import ModelConfig, TrainingConfig, train
 from tests.optpipe.train.cases import MAX_ERROR, everything, schedules
+from tests.optpipe.train.torchrun_worker import dtype_of
 from tests.ranks import RunRanks
-from tests.torchrun import torchrun
 
 WORKER = Path(__file__).parent / "torchrun_worker.py"
 
 Ranks = list[dict[str, Any]]
 
 
-def run(launch: Callable[..., str], folder: Path, runs: dict[str, Schedule], processes: int, *options: str) -> Ranks:
-    """Train the schedules in as many processes, started by `launch`; the results that each rank wrote."""
+def run(launch: RunRanks, folder: Path, runs: dict[str, Schedule], processes: int, *options: str) -> Ranks:
+    """Train the schedules in as many processes; the results that each rank wrote."""
     for name, schedule in runs.items():
         (folder / f"{name}.schedule.json").write_text(
             json.dumps(schedule.to_data() | {"problem": schedule.problem.to_data()})
@@ -34,21 +32,18 @@ def run(launch: Callable[..., str], folder: Path, runs: dict[str, Schedule], pro
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, forked: Path) -> Ranks:
-    return run(partial(torchrun, forked), tmp_path_factory.mktemp("two"), schedules(2), 2, "shared")
-
-
-CASES = [(name, dtype) for name in schedules(2) for dtype in MAX_ERROR]
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> Ranks:
+    return run(run_ranks, tmp_path_factory.mktemp("two"), schedules(2), 2, "shared")
 
 
 @pytest.mark.torchrun
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_two_ranks_do_what_one_process_does(two_ranks: Ranks, name: str, dtype: str) -> None:
+@pytest.mark.parametrize("name", schedules(2))
+def test_two_ranks_do_what_one_process_does(two_ranks: Ranks, name: str) -> None:
     """Equal to the plain step; and loss by loss and byte by byte what one process measures."""
-    found = two_ranks[0][f"{name}, {dtype}"]
+    found, dtype = two_ranks[0][name], dtype_of(name)
     assert found["processes"] == 2
     assert found["check"]["max_gradient_error"] <= MAX_ERROR[dtype]
-    alone = train(TrainingConfig(schedules(2)[name], ModelConfig("tiny", dtype=dtype), steps=2, check=True))  # type: ignore[arg-type]
+    alone = train(TrainingConfig(schedules(2)[name], ModelConfig("tiny", dtype=dtype), steps=2, check=True))
     assert found["losses"] == list(alone.losses)
     assert alone.check is not None
     assert alone.check.max_gradient_error == found["check"]["max_gradient_error"]
@@ -63,7 +58,7 @@ def test_two_ranks_do_what_one_process_does(two_ranks: Ranks, name: str, dtype: 
 @pytest.mark.parametrize("placement", ["linear", "V"])
 def test_offload_lowers_the_measured_peak(two_ranks: Ranks, placement: str) -> None:
     def peak(name: str) -> int:
-        result: int = two_ranks[0][f"{name}, float32"]["check"]["devices"][0]["peak_bytes"]
+        result: int = two_ranks[0][name]["check"]["devices"][0]["peak_bytes"]
         return result
 
     assert peak(f"{placement}, offload") < peak(placement)
@@ -71,7 +66,7 @@ def test_offload_lowers_the_measured_peak(two_ranks: Ranks, placement: str) -> N
 
 @pytest.mark.torchrun
 def test_rank_0_alone_reports_and_all_have_the_result(two_ranks: Ranks) -> None:
-    first, second = (rank["linear, float32"] for rank in two_ranks)
+    first, second = (rank["linear"] for rank in two_ranks)
     assert first["reports"] == [0, 1]
     assert second["reports"] == []
     assert first["losses"] == second["losses"]
@@ -88,7 +83,7 @@ def test_ranks_with_different_options_refuse_to_start(two_ranks: Ranks) -> None:
 @pytest.mark.torchrun
 def test_three_ranks_start_and_end_their_own_group(run_ranks: RunRanks, tmp_path: Path) -> None:
     ranks = run(run_ranks, tmp_path, {"linear": one_f_one_b(3, 4, moved=everything(3))}, 3)
-    found = ranks[0]["linear, float32"]
+    found = ranks[0]["linear"]
     assert found["check"]["max_gradient_error"] <= MAX_ERROR["float32"]
     assert [device["live_bytes"] for device in found["check"]["devices"]] == [[0, 0]] * 3
     assert [rank["group left"]["alive"] for rank in ranks] == [False] * 3

@@ -1,4 +1,4 @@
-"""Runs under torchrun: trains every schedule of a folder in both precisions, and writes the results as JSON.
+"""Runs on every rank: trains every schedule of a folder, and writes the results as JSON.
 
 Usage: torchrun_worker.py FOLDER STEPS [shared]. With `shared` one process group serves all runs; without, `train`
 starts and ends its own, and only one run is possible.
@@ -12,6 +12,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,18 +22,22 @@ from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, StepReport, TrainingConfig, leads, train
 
 
+def dtype_of(name: str) -> Literal["float32", "float64"]:
+    """Each schedule trains in one precision; those with offload and those without it in the same."""
+    return "float32" if name.startswith("linear") else "float64"
+
+
 def main(folder: Path, steps: int, *, shared: bool) -> None:
     torch.set_num_threads(1)
     if shared:
         dist.init_process_group("gloo")
     results = {}
     for path in sorted(folder.glob("*.schedule.json")):
-        for dtype in ("float32", "float64") if shared else ("float32",):
-            config = TrainingConfig(Schedule.load(path), ModelConfig("tiny", dtype=dtype), steps=steps, check=True)
-            reports: list[StepReport] = []
-            result = train(config, reports.append)
-            name = f"{path.name.removesuffix('.schedule.json')}, {dtype}"
-            results[name] = asdict(replace(result, schedule=None)) | {"reports": [report.step for report in reports]}
+        name = path.name.removesuffix(".schedule.json")
+        model = ModelConfig("tiny", dtype=dtype_of(name))
+        reports: list[StepReport] = []
+        result = train(TrainingConfig(Schedule.load(path), model, steps=steps, check=True), reports.append)
+        results[name] = asdict(replace(result, schedule=None)) | {"reports": [report.step for report in reports]}
     if shared:
         results["disagreement"] = {"error": disagreement(path)}
         dist.barrier()

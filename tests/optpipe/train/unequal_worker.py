@@ -6,7 +6,6 @@ and a loader of the user's.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -14,11 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, TrainingConfig, train
+from tests.gloo import gloo_group
 
 OWN = "tests.optpipe.train.unequal_stages"
 MODELS = {
@@ -29,21 +26,17 @@ MODELS = {
 
 
 def config_of(schedule: Schedule, model: str, replicas: int) -> TrainingConfig:
-    return TrainingConfig(schedule, MODELS[model], steps=3, check=True, data_parallel=replicas)
+    return TrainingConfig(schedule, MODELS[model], steps=2, check=True, data_parallel=replicas)
 
 
 def main(folder: Path, replicas: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     results: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.schedule.json")):
-        schedule = Schedule.load(path)
-        for model in MODELS if path.name.startswith("linear, offload") else ("gpt",):
-            result = train(config_of(schedule, model, replicas))
-            results[f"{path.name.removesuffix('.schedule.json')}, {model}"] = asdict(replace(result, schedule=None))
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
+    with gloo_group():
+        for path in sorted(folder.glob("*.schedule.json")):
+            schedule = Schedule.load(path)
+            for model in MODELS if path.name.startswith("linear, offload") else ("gpt",):
+                result = train(config_of(schedule, model, replicas))
+                results[f"{path.name.removesuffix('.schedule.json')}, {model}"] = asdict(replace(result, schedule=None))
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 

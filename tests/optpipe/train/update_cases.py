@@ -25,8 +25,8 @@ from tests.optpipe.train.cases import M, everything
 from tests.optpipe.train.update_tasks import NoisyTask
 from tests.sample import FULL
 
-STAGES, STEPS = 4, 100 if FULL else 60
-WITHOUT_LOSS = (0, 7, 8, 50, STEPS - 1)
+STAGES, STEPS = 4, 100 if FULL else 30
+WITHOUT_LOSS = (0, 7, 8, 20, STEPS - 1)
 """Steps without a loss: before an optimizer has any state, two in a row, one that only the end of the run settles."""
 
 
@@ -97,7 +97,7 @@ def run(model: Model) -> list[StepOutcome]:
 
 @cache
 def synchronous(name: str) -> tuple[list[StepOutcome], dict[str, str]]:
-    """The hundred steps with every update waiting for its sums, and the digests of what they lead to."""
+    """All steps with every update waiting for its sums, and the digests of what they lead to."""
     schedule = schedules()[name]
     model = noisy_model(config_of(schedule), Launch(len(schedule.devices)), optimistic=False)
     return run(model), digests_of(model)

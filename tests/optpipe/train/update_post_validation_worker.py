@@ -1,4 +1,4 @@
-"""Runs under torchrun: the hundred steps with each schedule named, updates waiting for no other process.
+"""Runs under torchrun: all steps with each schedule named, updates waiting for no other process.
 
 Usage: update_post_validation_worker.py FOLDER NAME... ; each rank writes outcomes and digests as FOLDER/NAME.RANK.json.
 """

@@ -5,14 +5,12 @@ Usage: vocabulary_worker.py FOLDER. Rank 0 writes what it found to `FOLDER/found
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from optpipe.train import (
@@ -24,10 +22,10 @@ from optpipe.train import (
     TrainingResult,
     train,
 )
+from tests.gloo import gloo_group
 from tests.optpipe.compile.vocabulary import vocabulary_schedule
 
 CASES: dict[str, dict[str, Any]] = {
-    "one barrier": {"barriers": 1},
     "two barriers": {"barriers": 2},
     "tied": {"barriers": 1, "tied": True},
 }
@@ -49,18 +47,13 @@ def summary(config: TrainingConfig) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     found: dict[str, Any] = {}
-    for case in CASES:
-        config = config_of(case, dist.get_world_size())
-        kept = replace(config, checkpoints=CheckpointConfig(folder / case), check=False)
-        train(replace(kept, steps=2))
-        found[case] = {"whole": summary(config), "resumed": summary(kept)}
-    rank = dist.get_rank()
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
+    with gloo_group() as rank:
+        for case in CASES:
+            config = config_of(case, dist.get_world_size())
+            kept = replace(config, checkpoints=CheckpointConfig(folder / case), check=False)
+            train(replace(kept, steps=2))
+            found[case] = {"whole": summary(config), "resumed": summary(kept)}
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
 

@@ -1,48 +1,51 @@
-"""Runs under torchrun: trains a schedule to which a better one is found on the way, and writes what became of it.
+"""Runs on every rank: trains schedules to which a better one is found on the way, and writes what became of each.
 
-Usage: online_worker.py FOLDER MODE LENGTHS. Rank 0 alone has a solver.
+Usage: online_worker.py FOLDER. Rank 0 alone has a solver.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import Any
 
 import optpipe.train.resolve.callback as online_room
 from instances import uniform
 from optpipe.train import ModelConfig, OnlineConfig, OptimizerConfig, TrainingConfig, train
 from optpipe.train.resolve.callback import Choice
 from solver.solve import solve
+from tests.gloo import gloo_group
 from tests.optpipe.train.resolve.solvers import Scripted
 
+ONLINE: dict[str, dict[str, Any]] = {
+    "off": {},
+    "first": {"mode": "first", "devices": 2},
+    "online": {"mode": "online"},
+    "varying": {"mode": "online", "memory_bytes": 10**9},  # later microbatches are longer than the first
+}
 
-def main(folder: Path, mode: str, lengths: str) -> None:
-    torch.set_num_threads(1)
+
+def config_of(case: str, online: OnlineConfig | None = None) -> TrainingConfig:
+    """The run of a case, or the same one that only runs the given schedule."""
+    model = ModelConfig("tiny", dtype="float64", lengths="varying" if case == "varying" else "equal")
+    given = None if case == "first" and online else solve(uniform(2, 4), "gpipe")
+    optimizer = OptimizerConfig(clip_norm=0.5)
+    return TrainingConfig(given, model, optimizer, online=online or OnlineConfig(), steps=8, timeout_seconds=120)
+
+
+def main(folder: Path) -> None:
     online_room.choose = lambda *_: Choice(2.0, 1.0, 0.0)  # times of a busy machine may say anything
-    online = OnlineConfig(mode, devices=2, rounds=1, first_step=1, record_steps=2, every_steps=1000, least_gain=0)  # type: ignore[arg-type]
-    if lengths == "varying":  # later microbatches are longer than the first, which would set the limit
-        online = replace(online, memory_bytes=10**9)
-    given = None if mode == "first" else solve(uniform(2, 4), "gpipe")
-    config = TrainingConfig(
-        given,
-        ModelConfig("tiny", dtype="float64", lengths=lengths),  # type: ignore[arg-type]
-        OptimizerConfig(clip_norm=0.5),
-        online=online,
-        steps=12,
-        timeout_seconds=120,
-    )
-    leads = os.environ["RANK"] == "0"
-    result = train(config, None, Scripted(["zb-h1"]) if leads else None)
-    assert result.schedule is not None
-    kinds = [event.kind for event in result.events]
-    found = {"losses": result.losses, "kinds": kinds, "method": result.schedule.method}
-    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+    found = {}
+    with gloo_group() as rank:
+        for case, how in ONLINE.items():
+            online = OnlineConfig(**how, rounds=1, first_step=1, record_steps=2, every_steps=1000, least_gain=0)
+            result = train(config_of(case, online), None, Scripted(["zb-h1"]) if rank == 0 else None)
+            assert result.schedule is not None
+            kinds = [event.kind for event in result.events]
+            found[case] = {"losses": result.losses, "kinds": kinds, "method": result.schedule.method}
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]))
