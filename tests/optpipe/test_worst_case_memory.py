@@ -116,13 +116,13 @@ def test_no_random_timing_exceeds_it(problem: Problem, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def large() -> tuple[Problem, Orders]:
-    """32 devices, 256 microbatches, most of whose activations leave within a quarter of the memory of 1F1B."""
-    problem = uniform(32, 256, budget=16, offload=WHOLE)
-    compute = [device.compute for device in in_flight_orders(problem, 32, 0).devices]
-    leaving = {(s, i) for s in range(31) for i in range(256)}
-    orders = TransferPlanner(problem, compute).plan(TransferRequest(leaving, 3.0), [16] * 32)
+    """16 devices, 128 microbatches, most of whose activations leave within a quarter of the memory of 1F1B."""
+    problem = uniform(16, 128, budget=8, offload=WHOLE)
+    compute = [device.compute for device in in_flight_orders(problem, 16, 0).devices]
+    leaving = {(s, i) for s in range(15) for i in range(128)}
+    orders = TransferPlanner(problem, compute).plan(TransferRequest(leaving, 3.0), [8] * 16)
     assert orders is not None
-    assert sum(len(device.offload) for device in orders.devices) > 4000
+    assert sum(len(device.offload) for device in orders.devices) > 1000
     return problem, orders
 
 

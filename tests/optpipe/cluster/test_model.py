@@ -137,11 +137,9 @@ def _of_transformers(model_type: str, given: dict[str, Any]) -> tuple[Any, int]:
 
 @pytest.mark.parametrize("model_type", sorted(CONFIGURATIONS))
 def test_a_field_that_the_class_does_not_read_changes_nothing(model_type: str) -> None:
-    given = CONFIGURATIONS[model_type][0]
-    for name, value in STRAY.items():
-        if name not in given:
-            _, parameters = _of_transformers(model_type, given | {name: value})
-            assert read_model({"model_type": model_type} | given | {name: value}).parameters == parameters, name
+    given = STRAY | CONFIGURATIONS[model_type][0]
+    _, parameters = _of_transformers(model_type, given)
+    assert read_model({"model_type": model_type} | given).parameters == parameters
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"kimi_k2"}))
