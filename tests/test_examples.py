@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from examples import demo
 from optpipe.problem import Problem
 from optpipe.schedule import schedule_text
+from optpipe.train import ModelConfig, TrainingConfig
 from solver.limits import Limits
 from solver.solve import solve
 from tests.ranks import RunRanks
@@ -19,6 +21,8 @@ from tests.ranks import RunRanks
 @pytest.mark.usefixtures("forked_children")
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path), "--time-limit", "1", "--steps", "1"])
+    tiny = partial(TrainingConfig, model=ModelConfig("tiny"))
+    monkeypatch.setattr(demo, "TrainingConfig", tiny)
     demo.main()
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
     shown = capsys.readouterr().out

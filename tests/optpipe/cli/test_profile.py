@@ -43,6 +43,13 @@ def test_a_table_becomes_layers_that_can_be_planned(cli: Cli, tmp_path: Path) ->
     assert all(device.peak_bytes_any_timing < 72e9 for device in planned.devices)
 
 
+@pytest.fixture
+def cut_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a table are cut by the first cuts that are rated."""
+    monkeypatch.setattr("optpipe.cli.profile.CUT_S", 0.3)
+
+
+@pytest.mark.usefixtures("cut_quickly")
 def test_a_table_with_stages_becomes_a_problem(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "problem.json"
     options = ("--stages", 20, "--placement", "interleaved-2", "--microbatches", 30)
@@ -61,6 +68,7 @@ def test_a_table_with_stages_becomes_a_problem(cli: Cli, tmp_path: Path) -> None
     assert not any(stage.modes for stage in problem.stages)
 
 
+@pytest.mark.usefixtures("cut_quickly")
 def test_a_table_gives_modes_that_keep_the_inputs_of_layers(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "problem.json"
     options = ("--stages", 20, "--modes", "full,selective,selective-2+offload", "--json")

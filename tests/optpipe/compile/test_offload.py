@@ -206,7 +206,7 @@ def test_a_slab_that_was_free_for_longer_is_taken_first() -> None:
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("d-p8-m16-o1-mo1-b1o4-interleaved4-make", "po-f"), ("d-p8-m16-o1-mo1-b1o2-vshape-make", "ada-offload")],
+    [("d-p4-m8-o1-mo1-b1o2-interleaved4-make", "po-f"), ("d-p4-m8-o1-mo1-b1o2-vshape-make", "ada-offload")],
 )
 @pytest.mark.parametrize("sizes", ["equal", "unequal"])
 def test_slabs_take_little_more_than_what_is_there_at_once(name: str, method: str, sizes: str) -> None:

@@ -21,42 +21,99 @@ WORKER = Path(__file__).parent / "wrapped_worker.py"
 V, LOOP, LINE = [0, 1, 1, 0], [0, 1, 0, 1], [0, 1]
 MICROBATCHES = 3
 
+Case = tuple[list[int], dict[str, Any]]
+ACROSS = {"tensor": "sequence", "boundary": True}
+"""Stages send DTensors to one another."""
+SHARDED = {"fsdp": "whole", "reshard": False}
+GROUPS = {"fsdp": "nested", "mode": SELECTIVE | {"name": "selective-groups-2"}}
 
-def results(
-    run_ranks: RunRanks, folder: Path, cases: list[tuple[list[int], dict[str, Any]]], processes: int = 4
-) -> list[list[Any]]:
+FOUR: dict[str, list[Case]] = {
+    "fully shard": some(
+        [
+            (V, {"fsdp": "whole", "reshard": True, "tied": True}),  # embedding and head on one rank
+            (LOOP, {"fsdp": "nested", "reshard": False, "tied": True}),  # on two
+            (V, {"fsdp": "nested", "reshard": True}),
+            (LINE, SHARDED),
+        ]
+    ),
+    "compiled": [(LOOP, {"compiled": True, "fsdp": "nested", "reshard": True})],
+    "tensor": some([(V, {"tensor": "plain"}), (LOOP, {"tensor": "sequence"}), (V, ACROSS), (LOOP, ACROSS)]),
+    "groups": some([(LOOP, GROUPS | {"reshard": True}), (LOOP, GROUPS | {"reshard": False})]),
+    "frozen": some(
+        [
+            (V, {"frozen": 2, "fsdp": "whole", "reshard": True}),
+            (LOOP, {"frozen": 1, "fsdp": "nested", "reshard": False}),
+            (V, {"frozen": 2, "ddp": True}),
+            (LOOP, ACROSS | {"frozen": 2}),
+        ]
+    ),
+    "context and experts": some([(V, SHARDED | {"context": True}), (LOOP, SHARDED | {"experts": True})]),
+    "distributed data parallel": [(LOOP, {"ddp": True})],
+}
+"""Cases of four processes, which one start of them runs."""
+EIGHT: list[Case] = some(
+    [
+        (V, {"fsdp": "nested", "reshard": True, "tensor": "plain"}),
+        (LOOP, SHARDED | {"tensor": "sequence"}),
+        (LINE, {"fsdp": "nested", "reshard": True, "replicate": True}),
+    ]
+)
+
+Found = list[dict[str, Any]]
+"""Findings of each rank."""
+
+
+def results(run_ranks: RunRanks, folder: Path, cases: list[Case], processes: int) -> list[Found]:
     """Findings of each rank in each case."""
+    wanted = []
     for k, (placement, how) in enumerate(cases):
         splits = not how.get("compiled")
         modes = [how["mode"]] if "mode" in how else EXECUTABLE
-        schedule = random_executable(placement, MICROBATCHES, k, modes, split_backward=splits)
+        schedule = random_executable(placement, MICROBATCHES, 0, modes, split_backward=splits)
         schedule = with_frozen(schedule, how.get("frozen", 0))
         (folder / f"{k}.json").write_text(schedule.to_json())
-    wanted = [{"name": str(k), "how": how} for k, (_, how) in enumerate(cases)]
+        wanted.append({"name": str(k), "how": how})
     (folder / "cases.json").write_text(json.dumps(wanted))
     run_ranks(WORKER, processes, str(folder))
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
-    for found in zip(*ranks, strict=True):
-        assert all(one["error"] <= 1e-5 for one in found), [one["error"] for one in found]
-        assert all(one["compared"] >= 12 for one in found)
     return [list(found) for found in zip(*ranks, strict=True)]
 
 
-def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def four(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
+    cases = [case for some_cases in FOUR.values() for case in some_cases]
+    found = iter(results(run_ranks, tmp_path_factory.mktemp("four"), cases, 4))
+    return {name: [next(found) for _ in some_cases] for name, some_cases in FOUR.items()}
+
+
+def assert_gradients_of_one_process(found: Found) -> None:
+    assert all(one["error"] <= 1e-5 for one in found), [one["error"] for one in found]
+    assert all(one["compared"] >= 12 for one in found)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_gradients_are_those_of_one_process(four: dict[str, list[Found]], name: str) -> None:
+    """Within F and B all ranks of a stage run the collectives of contexts and experts in one order, W has none.
+
+    Frozen chunks run F alone: gathered for each if they reshard, once a step if not, and never reduced.
+    """
+    for found in four[name]:
+        assert_gradients_of_one_process(found)
+
+
+def test_eight_processes(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """FSDP of what tensor parallelism has cut, and FSDP within groups that are replicas (HSDP)."""
+    for found in results(run_ranks, tmp_path, EIGHT, 8):
+        assert_gradients_of_one_process(found)
+
+
+def test_collectives_of_fully_shard(four: dict[str, list[Found]]) -> None:
     """Each group is reduced once a step, and gathered once, or for each F and B and each C if it reshards.
 
     C of single blocks gathers what is in them; and what is recomputed within the backward is gathered for that, but for
     whole stages, whose forward comes before it. Gradients of tied embeddings are summed behind the step.
     """
-    cases = some(
-        [
-            (V, {"fsdp": "whole", "reshard": True, "tied": True}),  # embedding and head on one rank
-            (LOOP, {"fsdp": "nested", "reshard": False, "tied": True}),  # on two
-            (V, {"fsdp": "nested", "reshard": True}),
-            (LINE, {"fsdp": "whole", "reshard": False}),
-        ]
-    )
-    for (placement, how), found in zip(cases, results(run_ranks, tmp_path, cases), strict=True):
+    for (placement, how), found in zip(FOUR["fully shard"], four["fully shard"], strict=True):
         for one in found:
             assert sum(sum(ways.values()) for ways in one["recomputed"].values()) > 0, "each rank recomputes"
             groups, gathers = 0, 0
@@ -71,53 +128,17 @@ def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
             assert one["collectives"] == {"_allgather_base_": gathers, "_reduce_scatter_base_": groups}, (how, one)
 
 
-def test_compiled_blocks_under_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
-    [found] = results(run_ranks, tmp_path, [(LOOP, {"compiled": True, "fsdp": "nested", "reshard": True})])
+def test_compiled_blocks_run_again(four: dict[str, list[Found]]) -> None:
+    [found] = four["compiled"]
     assert {way.split()[0] for one in found for ways in one["recomputed"].values() for way in ways} >= {"selective"}
 
 
-def test_tensor_and_sequence_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """And stages that send DTensors to one another, over V and over a loop."""
-    across = {"tensor": "sequence", "boundary": True}
-    cases = [(V, {"tensor": "plain"}), (LOOP, {"tensor": "sequence"}), (V, across), (LOOP, across)]
-    results(run_ranks, tmp_path, some(cases))
-
-
-def test_groups_of_blocks_under_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """Parts that FSDP wraps are gathered for each block of a group that runs again."""
-    groups = SELECTIVE | {"name": "selective-groups-2"}
-    cases = [(LOOP, {"fsdp": "nested", "reshard": reshard, "mode": groups}) for reshard in (True, False)]
-    for found in results(run_ranks, tmp_path, cases):
+def test_groups_of_blocks_run_again(four: dict[str, list[Found]]) -> None:
+    """Parts that FSDP wraps are gathered for each block of a group."""
+    for found in four["groups"]:
         assert any(ways for one in found for ways in one["recomputed"].values())
 
 
-def test_stages_without_a_backward(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """Frozen chunks run F alone: gathered for each if they reshard, once a step if not, and never reduced."""
-    cases = [
-        (V, {"frozen": 2, "fsdp": "whole", "reshard": True}),
-        (LOOP, {"frozen": 1, "fsdp": "nested", "reshard": False}),
-        (V, {"frozen": 2, "ddp": True}),
-        (LOOP, {"frozen": 2, "tensor": "sequence", "boundary": True}),
-    ]
-    results(run_ranks, tmp_path, cases)
-
-
-def test_context_and_expert_parallelism(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """Collectives within F and B: they run in one order on all ranks of a stage, W has none."""
-    fsdp = {"fsdp": "whole", "reshard": False}
-    results(run_ranks, tmp_path, some([(V, {"context": True, **fsdp}), (LOOP, {"experts": True, **fsdp})]))
-
-
-def test_eight_processes(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """FSDP of what tensor parallelism has cut, and FSDP within groups that are replicas (HSDP)."""
-    cases = [
-        (V, {"fsdp": "nested", "reshard": True, "tensor": "plain"}),
-        (LOOP, {"fsdp": "whole", "reshard": False, "tensor": "sequence"}),
-        (LINE, {"fsdp": "nested", "reshard": True, "replicate": True}),
-    ]
-    results(run_ranks, tmp_path, some(cases), processes=8)
-
-
-def test_distributed_data_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:
-    (found,) = results(run_ranks, tmp_path, [(LOOP, {"ddp": True})])
+def test_distributed_data_parallel_sums_each_gradient_once(four: dict[str, list[Found]]) -> None:
+    [found] = four["distributed data parallel"]
     assert all(rank["collectives"] == {"allreduce_": rank["compared"]} for rank in found)

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from optpipe.errors import TrainingError
 from optpipe.runtime import MemoryMeter, Stage
 from tests.optpipe.runtime.stages import F_BW, Run, backward_of, bytes_of_way, run_step
+from tests.sample import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at it
 
@@ -98,10 +99,13 @@ def values(run: Run) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("how", "mode"),
-    [
-        *((how, "full") for how in HOW),
-        *((how, mode) for how in HOW if how.startswith("blocks") for mode in ("selective", "selective-groups-2")),
-    ],
+    some(
+        [
+            *((how, "full") for how in HOW),
+            *((how, mode) for how in HOW if how.startswith("blocks") for mode in ("selective", "selective-groups-2")),
+        ],
+        share=4,
+    ),
 )
 def test_recomputed_gradients_and_statistics_are_those_of_the_uncompiled_stage_that_keeps(how: str, mode: str) -> None:
     """With dropout; and with one graph each for all microbatches and ways: none is compiled anew."""

@@ -56,13 +56,13 @@ SELECTIVE = ("selective", "selective-2", "selective-groups-2", "selective+offloa
 
 @pytest.mark.parametrize(("mode", "backward"), some([*product(SELECTIVE, ("CBW", "CB W", "C BW"))]))
 def test_blocks_that_run_again_give_the_same_bits_within_the_planned_memory(mode: str, backward: str) -> None:
-    """Three layers a stage; losses of three steps of training, and every device's peak within 2 % of the plan."""
+    """Three layers a stage; losses of two steps of training, and every device's peak within 2 % of the plan."""
 
     def run(backward: str) -> TrainingResult:
-        problem = recomputing(2, 4, [FULL | {"name": mode}])
+        problem = recomputing(2, 3, [FULL | {"name": mode}])
         orders = recomputing_one_f_one_b(problem, lambda _s, _i: backward)
         schedule = build_schedule(problem, orders, 0.0, "by hand", 0.0)
-        return train(TrainingConfig(schedule, ModelConfig("tiny", layers=6), steps=3, check=True))
+        return train(TrainingConfig(schedule, ModelConfig("tiny", layers=6), steps=2, check=True))
 
     kept, found = run(backward.removeprefix("C ").replace("CB", "B")), run(backward)
     assert found.losses == kept.losses

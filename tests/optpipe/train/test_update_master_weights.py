@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def config_of(schedule: Schedule, **more: object) -> TrainingConfig:
     return TrainingConfig(schedule, model, optimizer, steps=STEPS, **more)  # type: ignore[arg-type]
 
 
+@cache
 def plain_losses() -> list[float]:
     """Sums over microbatches and updates in float32, all else in bfloat16."""
     config = config_of(one_f_one_b(4, M))
