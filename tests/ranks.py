@@ -6,16 +6,20 @@ loaded torch, which otherwise each rank, and torchrun itself, does anew: most of
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.torchrun import LOOPBACK, TIMEOUT_SECONDS
+
+TRAINING = Path(__file__).parent / "optpipe" / "train" / "ranks_worker.py"
 
 
 class Ended(NamedTuple):
@@ -40,6 +44,12 @@ class RunRanks:
         ended = self.each(worker, processes, *arguments, fail_together=True)
         assert not any(rank.code for rank in ended), "\n".join(f"{rank.code}: {rank.err}" for rank in ended)
         return "".join(rank.out for rank in ended)
+
+    def train(self, module: str, processes: int, cases: Iterable[str]) -> list[dict[str, Any]]:
+        """What each rank found in cases of a module of tests; see `tests.optpipe.train.ranks_worker`."""
+        with TemporaryDirectory() as folder:
+            self(TRAINING, processes, folder, module, *cases)
+            return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
     def each(
         self,

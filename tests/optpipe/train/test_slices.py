@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from optpipe.runtime.slices import check_slices
 from optpipe.schedule import Schedule
 from optpipe.train import CheckpointConfig, ModelConfig, TrainingConfig, train
 from tests.optpipe.train.cases import assert_plain_step
+from tests.ranks import RunRanks
 from tests.sample import some
 from tests.sliced_schedules import COPY, microbatch_by_microbatch, seq1f1b_schedule, sliced_problem
 
@@ -39,6 +41,7 @@ SCHEDULES: dict[str, Schedule] = {
     "input leaves": microbatch_by_microbatch(
         sliced_problem((0, 1), 2, 3, modes=[BOTH]), ("C", "BW"), mode="full+offload", offload=True
     ),
+    "three devices": seq1f1b_schedule(3, 3, 3),
 }
 
 
@@ -51,6 +54,27 @@ def test_slices_equal_the_unsliced_step_in_the_planned_memory(name: str, dtype: 
         train(TrainingConfig(SCHEDULES[name], ModelConfig("tiny", layers=4, dtype=dtype), steps=1, check=True)).check,
         dtype,
     )
+
+
+def config_of(name: str) -> TrainingConfig:
+    """Two checked steps in several processes."""
+    return TrainingConfig(SCHEDULES[name], ModelConfig("tiny", layers=4, dtype="float64"), steps=2, check=True)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("name", some(("unequal slices", "split", "offload", "recomputed ahead")))
+def test_two_ranks_do_what_one_process_does(run_ranks: RunRanks, name: str) -> None:
+    found = run_ranks.train(__name__, 2, [name])[0][name]
+    assert found["processes"] == 2
+    assert_plain_step(found["check"])
+    assert found["losses"] == list(train(replace(config_of(name), check=False)).losses)
+
+
+@pytest.mark.torchrun
+def test_three_ranks_equal_the_plain_step(run_ranks: RunRanks) -> None:
+    found = run_ranks.train(__name__, 3, ["three devices"])[0]["three devices"]
+    assert found["processes"] == 3
+    assert_plain_step(found["check"])
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:

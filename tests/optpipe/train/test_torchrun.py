@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,40 +10,35 @@ import pytest
 
 from instances.schedules import one_f_one_b
 from optpipe.errors import TrainingError
-from optpipe.schedule import Schedule, schedule_text
+from optpipe.schedule import schedule_text
 from optpipe.train import ModelConfig, TrainingConfig, train
 from tests.optpipe.train.cases import MAX_ERROR, everything, schedules
-from tests.optpipe.train.torchrun_worker import dtype_of
 from tests.ranks import RunRanks
-
-WORKER = Path(__file__).parent / "torchrun_worker.py"
 
 Ranks = list[dict[str, Any]]
 
 
-def run(launch: RunRanks, folder: Path, runs: dict[str, Schedule], processes: int, *options: str) -> Ranks:
-    """Train the schedules in as many processes; the results that each rank wrote."""
-    for name, schedule in runs.items():
-        (folder / f"{name}.schedule.json").write_text(
-            json.dumps(schedule.to_data() | {"problem": schedule.problem.to_data()})
-        )
-    launch(WORKER, processes, str(folder), "2", *options)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+def config_of(case: str) -> TrainingConfig:
+    """Two checked steps. Each schedule trains in one precision; those with offload and without it in the same."""
+    schedule = one_f_one_b(3, 4, moved=everything(3)) if case == "linear in 3" else schedules(2)[case.split("; ")[0]]
+    model = ModelConfig("tiny", dtype="float32" if "linear" in case else "float64")
+    seed = int(os.environ["RANK"]) if "other seeds" in case else 0
+    return TrainingConfig(schedule, model, steps=2, check=True, seed=seed)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> Ranks:
-    return run(run_ranks, tmp_path_factory.mktemp("two"), schedules(2), 2, "shared")
+def two_ranks(run_ranks: RunRanks) -> Ranks:
+    return run_ranks.train(__name__, 2, [*schedules(2), "linear; other seeds"])
 
 
 @pytest.mark.torchrun
 @pytest.mark.parametrize("name", schedules(2))
 def test_two_ranks_do_what_one_process_does(two_ranks: Ranks, name: str) -> None:
     """Equal to the plain step; and loss by loss and byte by byte what one process measures."""
-    found, dtype = two_ranks[0][name], dtype_of(name)
+    found, config = two_ranks[0][name], config_of(name)
     assert found["processes"] == 2
-    assert found["check"]["max_gradient_error"] <= MAX_ERROR[dtype]
-    alone = train(TrainingConfig(schedules(2)[name], ModelConfig("tiny", dtype=dtype), steps=2, check=True))
+    assert found["check"]["max_gradient_error"] <= MAX_ERROR[config.model.dtype]
+    alone = train(config)
     assert found["losses"] == list(alone.losses)
     assert alone.check is not None
     assert alone.check.max_gradient_error == found["check"]["max_gradient_error"]
@@ -67,7 +62,7 @@ def test_offload_lowers_the_measured_peak(two_ranks: Ranks, placement: str) -> N
 @pytest.mark.torchrun
 def test_rank_0_alone_reports_and_all_have_the_result(two_ranks: Ranks) -> None:
     first, second = (rank["linear"] for rank in two_ranks)
-    assert first["reports"] == [0, 1]
+    assert [report["step"] for report in first["reports"]] == [0, 1]
     assert second["reports"] == []
     assert first["losses"] == second["losses"]
     assert first["check"] == second["check"]
@@ -75,18 +70,16 @@ def test_rank_0_alone_reports_and_all_have_the_result(two_ranks: Ranks) -> None:
 
 @pytest.mark.torchrun
 def test_ranks_with_different_options_refuse_to_start(two_ranks: Ranks) -> None:
-    errors = {rank["disagreement"]["error"] for rank in two_ranks}
+    errors = {rank["linear; other seeds"]["error"] for rank in two_ranks}
     assert len(errors) == 1
     assert "seed is 1 on rank 1 but 0 on rank 0. Maybe" in errors.pop()
 
 
 @pytest.mark.torchrun
-def test_three_ranks_start_and_end_their_own_group(run_ranks: RunRanks, tmp_path: Path) -> None:
-    ranks = run(run_ranks, tmp_path, {"linear": one_f_one_b(3, 4, moved=everything(3))}, 3)
-    found = ranks[0]["linear"]
+def test_three_ranks_start_and_end_their_own_group(run_ranks: RunRanks) -> None:
+    found = run_ranks.train(__name__, 3, ["linear in 3"])[0]["linear in 3"]
     assert found["check"]["max_gradient_error"] <= MAX_ERROR["float32"]
     assert [device["live_bytes"] for device in found["check"]["devices"]] == [[0, 0]] * 3
-    assert [rank["group left"]["alive"] for rank in ranks] == [False] * 3
 
 
 @pytest.mark.torchrun

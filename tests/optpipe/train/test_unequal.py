@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from instances.schedules import one_f_one_b
 from optpipe.compile import compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import InputError, RunFailedError, TrainingError
@@ -24,7 +26,8 @@ from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.result import StepReport
 from optpipe.train.tasks import build_task
-from tests.optpipe.train.cases import MAX_ERROR, M, assert_plain_step, decaying, schedules
+from tests.optpipe.train.cases import MAX_ERROR, M, assert_plain_step, decaying, everything, schedules
+from tests.ranks import RunRanks
 from tests.sample import some
 from tests.unequal_schedules import with_factors
 
@@ -37,6 +40,49 @@ FACTORS: list[Mapping[str, float]] = [
 ORDER = [2, 0, 3, 1]
 SCHEDULES = {name: with_factors(schedule, FACTORS, ORDER) for name, schedule in schedules(2).items()}
 STAGES = "tests.optpipe.train.unequal_stages"
+MODELS = {
+    "gpt": ModelConfig("tiny", dtype="float64", lengths="varying"),
+    "data": ModelConfig(f"{STAGES}:build", data=f"{STAGES}:data", lengths="varying"),
+    "loader": ModelConfig(f"{STAGES}:build", loader=f"{STAGES}:loader", lengths="varying"),
+}
+TWO = ["linear, offload; gpt", "linear, offload; data", "linear, offload; loader", *some(("V; gpt", "recomputed; gpt"))]
+
+
+def config_of(case: str) -> TrainingConfig:
+    """Two checked steps in several processes."""
+    name, model = case.split("; ")
+    in_more = {
+        "three devices": with_factors(one_f_one_b(3, M, moved=everything(3)), FACTORS, ORDER),
+        "replicas": schedules(2)["linear"],
+    }
+    replicas = 2 if name == "replicas" else 1
+    return TrainingConfig((SCHEDULES | in_more)[name], MODELS[model], steps=2, check=True, data_parallel=replicas)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run_ranks: RunRanks) -> dict[str, Any]:
+    return run_ranks.train(__name__, 2, TWO)[0]
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks_do_what_one_process_does(two_ranks: dict[str, Any], case: str) -> None:
+    """All sizes are known without telling one another: gradients, and peaks of the GPT, as planned, loss by loss."""
+    found = two_ranks[case]
+    assert found["processes"] == 2
+    if case.endswith("gpt"):
+        assert_plain_step(found["check"])
+    assert found["check"]["failures"] == []
+    assert found["losses"] == list(train(replace(config_of(case), check=False)).losses)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize(("case", "processes"), [("three devices; gpt", 3), ("replicas; gpt", 4)])
+def test_more_ranks_equal_the_plain_step(run_ranks: RunRanks, case: str, processes: int) -> None:
+    """Two replicas of two devices: one batch, cut into parts of different lengths; gradients are those of all of it."""
+    found = run_ranks.train(__name__, processes, [case])[0][case]
+    assert found["processes"] == processes
+    assert_plain_step(found["check"])
 
 
 def varying(schedule: Schedule, dtype: Any = "float64", **settings: Any) -> TrainingConfig:

@@ -10,16 +10,29 @@ import pytest
 import torch
 from torch import nn
 
+from instances.schedules import v_wave
+from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig
 from optpipe.train.check import reference_step
 from optpipe.train.tasks import build_task
 from optpipe.train.update import StepOutcome
 from tests.optpipe.train.cases import M, decaying
-from tests.optpipe.train.update_cases import STEPS, facts, replicated, schedules, synchronous
+from tests.optpipe.train.update_cases import STEPS, facts, schedules, synchronous
 from tests.ranks import RunRanks
 from tests.sample import some
 
 WORKER = Path(__file__).parent / "update_post_validation_worker.py"
 NAMES = some(list(schedules()))
+
+
+def config_of(_case: str = "") -> TrainingConfig:
+    """Two replicas of one device that has both ends of the model, whose embedding and head are one."""
+    return TrainingConfig(
+        v_wave(1, M),
+        ModelConfig("tiny", sequence=8, microbatch_size=1, dtype="float64", tied=True),
+        OptimizerConfig(clip_norm=1.6, learning_rate=1e-2),
+        data_parallel=2,
+        steps=20,
+    )
 
 
 def ranks_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -49,11 +62,10 @@ def test_processes_that_do_not_wait_equal_one_that_does(folder: Path, name: str)
 
 
 @pytest.mark.torchrun
-def test_replicas_and_tied_weights_count_once(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_replicas_and_tied_weights_count_once(run_ranks: RunRanks) -> None:
     """Norms and losses are those of the plain model, in which the tied weights are one, on the whole batch."""
-    run_ranks(WORKER.parent / "update_replicas_worker.py", 2, str(tmp_path / "reports"))
-    found = [(report["loss"], report["gradient_norm"]) for report in json.loads((tmp_path / "reports").read_text())]
-    config = replicated()
+    reports = run_ranks.train(__name__, 2, ["replicated"])[0]["replicated"]["reports"]
+    found, config = [(report["loss"], report["gradient_norm"]) for report in reports], config_of()
     task = build_task(config, 2, M)
     modules = task.build_stages()
     whole = nn.Sequential(*modules)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from instances import uniform
-from instances.schedules import OFFLOAD, one_f_one_b, v_wave
+from instances.schedules import OFFLOAD, one_f_one_b
 from optpipe.compile import compile_schedule
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig
@@ -64,17 +64,6 @@ def config_of(schedule: Schedule, *, steps: int = STEPS, dtype: str = "float64",
         model=ModelConfig(name="tiny", layers=max(STAGES, stages), sequence=8, microbatch_size=1, dtype=dtype),  # type: ignore[arg-type]
         optimizer=OptimizerConfig(**chosen | optimizer),  # type: ignore[arg-type]
         steps=steps,
-    )
-
-
-def replicated() -> TrainingConfig:
-    """Two replicas of one device that has both ends of the model, whose embedding and head are one."""
-    return TrainingConfig(
-        v_wave(1, M),
-        model=ModelConfig(name="tiny", sequence=8, microbatch_size=1, dtype="float64", tied=True),
-        optimizer=OptimizerConfig(clip_norm=1.6, learning_rate=1e-2),
-        data_parallel=2,
-        steps=20,
     )
 
 
