@@ -17,14 +17,16 @@ DOCUMENTED = ("_foreach_",)
 def private_names(text: str) -> Iterator[str]:
     """Names of torch with a part that begins with an underscore: imported, or looked up from its modules."""
     modules = {"torch"}
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             modules |= {alias.asname or alias.name for alias in node.names if alias.name.islower()}
             yield from (name for alias in node.names if _private(name := f"{node.module}.{alias.name}"))
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("torch.") and _private(alias.name))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Attribute) and _private(name := ast.unparse(node)) and name.split(".")[0] in modules:
+    for node in ast.walk(tree):
+        private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
+        if private and _private(name := ast.unparse(node)) and name.split(".")[0] in modules:
             yield name
 
 

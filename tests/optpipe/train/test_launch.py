@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from optpipe.train.launch import CPU, Launch, Rank, backends, choose_device, gat
 from optpipe.train.resolve.initial import _from_rank_0
 
 TIMEOUT_SECONDS = 120
-"""For a process to import torch on a busy machine."""
+"""For a process to begin on a busy machine."""
 
 DYING = f"""
 import os, signal
@@ -47,11 +47,11 @@ def _rank_of_two(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 @pytest.fixture
-def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+def other(monkeypatch: pytest.MonkeyPatch, forked: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Rank 1 of two, which dies after the first exchange; the test is rank 0."""
     _rank_of_two(monkeypatch, 0)
     environment = os.environ | {"RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": os.getcwd()}
-    with subprocess.Popen([sys.executable, "-c", DYING], env=environment) as process:
+    with subprocess.Popen([forked / "python", "-c", DYING], env=environment) as process:
         yield process
         process.kill()
 

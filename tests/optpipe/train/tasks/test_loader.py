@@ -28,8 +28,7 @@ def config_of(loader: str, **model: str) -> TrainingConfig:
     return TrainingConfig(one_f_one_b(2, 4), own, steps=7, seed=3)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("loader", ["shuffled", "stateful", "endless"])
+@pytest.mark.parametrize(("loader", "asynchronous"), [("shuffled", False), ("stateful", True), ("endless", False)])
 def test_a_resumed_run_reads_on(loader: str, asynchronous: bool, tmp_path: Path) -> None:
     """In the middle of an epoch, whose order the loader has drawn: one with a state, and one that is read again."""
     if loader == "stateful":
