@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 from optpipe.errors import TrainingError
 from optpipe.runtime.slices import check_slices
 from optpipe.schedule import Schedule
-from optpipe.train import CheckpointConfig, ModelConfig, TrainingConfig, train
+from optpipe.train import ModelConfig, TrainingConfig, train
 from tests.optpipe.train.cases import assert_plain_step
 from tests.ranks import RunRanks
 from tests.sample import some
@@ -77,20 +76,9 @@ def test_three_ranks_equal_the_plain_step(run_ranks: RunRanks) -> None:
     assert_plain_step(found["check"])
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    def losses(steps: int, folder: Path | None) -> tuple[float, ...]:
-        model, checkpoints = ModelConfig("tiny", layers=2, dtype="float64"), CheckpointConfig(folder)
-        return train(TrainingConfig(SCHEDULES["seq1f1b"], model, steps=steps, checkpoints=checkpoints)).losses
-
-    whole = losses(4, None)
-    assert losses(2, tmp_path) == whole[:2]
-    assert losses(4, tmp_path) == whole[2:]
-
-
-@pytest.mark.parametrize("evaluate", [2])
-def test_losses_are_those_of_whole_sequences_in_training_and_evaluation(evaluate: int) -> None:
+def test_losses_are_those_of_whole_sequences_in_training_and_evaluation() -> None:
     sliced, whole = (
-        train(TrainingConfig(schedule, ModelConfig("tiny", layers=2, dtype="float64"), steps=3, evaluate=evaluate))
+        train(TrainingConfig(schedule, ModelConfig("tiny", layers=2, dtype="float64"), steps=3, evaluate=2))
         for schedule in (seq1f1b_schedule(2, 3, 4), seq1f1b_schedule(2, 3, 1))
     )
     assert sliced.losses == pytest.approx(whole.losses, rel=1e-12)

@@ -20,7 +20,7 @@ from optpipe.problem import Problem
 from optpipe.runtime.messages import size_bytes
 from optpipe.runtime.probe import measure_stage, with_measured_sizes
 from optpipe.schedule import Schedule
-from optpipe.train import CheckpointConfig, ModelConfig, OutputConfig, TrainingConfig, train
+from optpipe.train import ModelConfig, OutputConfig, TrainingConfig, train
 from optpipe.train.check import planned_peaks
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
@@ -173,14 +173,6 @@ def test_messages_that_no_size_explains_are_refused() -> None:
 def test_a_trace_of_varying_lengths_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"output\.trace"):
         varying(SCHEDULES["linear"], output=OutputConfig(trace=tmp_path / "trace.json"))
-
-
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    def run(steps: int, folder: Path) -> tuple[float, ...]:
-        return train(varying(SCHEDULES["V"], steps=steps, checkpoints=CheckpointConfig(folder))).losses
-
-    whole = run(4, tmp_path / "whole")
-    assert run(2, tmp_path / "parts") + run(4, tmp_path / "parts") == whole
 
 
 def test_sizes_in_proportion_to_tokens_predict_the_peaks_of_different_lengths() -> None:

@@ -40,6 +40,7 @@ def config_of(folder: Path | None, **changes: Any) -> TrainingConfig:
                 "tied",
                 "layers",
                 "cut",
+                "lengths",
                 default={"name": "tiny", "dtype": "float64"},
             )
         ),

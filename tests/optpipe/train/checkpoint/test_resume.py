@@ -30,6 +30,7 @@ from tests.optpipe.train import shared_stages
 from tests.optpipe.train.checkpoint import normed_stages
 from tests.optpipe.train.checkpoint.runs import NORMED, STEPS, check_resumed_losses, config_of, run
 from tests.sample import examples, some
+from tests.sliced_schedules import seq1f1b_schedule
 
 
 @pytest.fixture
@@ -53,6 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {"optimizer": OptimizerConfig(clip_norm=0.5)},
     "V": {"schedule": v_wave(2, 2), "layers": 4},
     "offload": {"schedule": one_f_one_b(2, 2, moved=[(0, 0), (0, 1)])},
+    "slices of sequences": {"schedule": seq1f1b_schedule(2, 2, 3)},
+    "lengths that vary": {"lengths": "varying"},
 }
 
 
