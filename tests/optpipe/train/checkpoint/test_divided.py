@@ -17,22 +17,10 @@ from optpipe.train.checkpoint.convert import to_torch
 from optpipe.train.checkpoint.files import final_path, read_manifest, read_tensor
 from optpipe.train.vocabulary import ROWS
 from tests.optpipe.compile.vocabulary import vocabulary_schedule
-from tests.optpipe.train.checkpoint.runs import STEPS, check_resumed_losses, config_of, run
+from tests.optpipe.train.checkpoint.runs import STEPS, config_of, run
 from tests.sample import some
 
 NAME = "head.head.weight"
-
-CASES: dict[str, dict[str, Any]] = {
-    "one barrier, clipped": {"schedule": vocabulary_schedule(3, 2, 1), "optimizer": OptimizerConfig(clip_norm=0.5)},
-    "two barriers": {"schedule": vocabulary_schedule(2, 2, 2)},
-    "tied": {"schedule": vocabulary_schedule(3, 2, 1), "tied": True},
-    "sgd": {"schedule": vocabulary_schedule(2, 2, 1), "optimizer": OptimizerConfig("sgd", learning_rate=0.1)},
-}
-
-
-@pytest.mark.parametrize("name", some(list(CASES)))
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    check_resumed_losses(tmp_path, **CASES[name])
 
 
 @pytest.mark.parametrize("tied", some([False, True]))

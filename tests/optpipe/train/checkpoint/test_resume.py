@@ -25,6 +25,7 @@ from optpipe.train.checkpoint.files import Disk, final_path, read_tensors, steps
 from optpipe.train.checkpoint.resume import resume
 from optpipe.train.checkpoint.write import CheckpointWriter
 from optpipe.train.model import Model
+from tests.optpipe.compile.vocabulary import vocabulary_schedule
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.optpipe.train import shared_stages
 from tests.optpipe.train.checkpoint import normed_stages
@@ -56,10 +57,17 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"schedule": one_f_one_b(2, 2, moved=[(0, 0), (0, 1)])},
     "slices of sequences": {"schedule": seq1f1b_schedule(2, 2, 3)},
     "lengths that vary": {"lengths": "varying"},
+    "rows on all devices": {"schedule": vocabulary_schedule(3, 2, 1), "optimizer": OptimizerConfig(clip_norm=0.5)},
+    "rows, two barriers": {"schedule": vocabulary_schedule(2, 2, 2)},
+    "rows, tied": {"schedule": vocabulary_schedule(3, 2, 1), "tied": True},
+    "rows, sgd": {
+        "schedule": vocabulary_schedule(2, 2, 1),
+        "optimizer": OptimizerConfig("sgd", learning_rate=0.1),
+    },
 }
 
 
-@pytest.mark.parametrize("name", some(list(CASES)))
+@pytest.mark.parametrize("name", some(list(CASES), share=4))
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
     """Ended before step 5 as by a kill: the last checkpoint is that of step 4, which is done again."""
     check_resumed_losses(tmp_path, **CASES[name])
