@@ -1,8 +1,8 @@
 """Runs on every rank: trains the configurations of a module of tests, and writes the results.
 
 Usage: ranks_worker.py FOLDER MODULE CASE..., where `MODULE.config_of` has the configuration of a case by its name. Each
-rank writes results, reports of steps and errors to `FOLDER/rankN.json`, by case. Several cases share a group of
-processes; one starts and ends its own.
+rank writes results, reports of steps and errors to `FOLDER/rankN.json`, by case. They run in that folder. Several cases
+share a group of processes; one starts and ends its own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from tests.gloo import gloo_group
 
 def main(folder: Path, module: str, cases: list[str]) -> None:
     config_of = import_module(module).config_of
+    os.chdir(folder)
     with gloo_group() if len(cases) > 1 else nullcontext():
         found = {case: outcome(config_of(case)) for case in cases}
     assert not dist.is_initialized()
     assert leads() == (os.environ["RANK"] == "0")
-    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+    Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 def outcome(config: TrainingConfig) -> dict[str, Any]:

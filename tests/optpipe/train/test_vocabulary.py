@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,15 @@ from instances.schedules import one_f_one_b
 from optpipe.errors import OptPipeError, TrainingError
 from optpipe.problem import Problem
 from optpipe.runtime.vocabulary import VocabularyShard
-from optpipe.train import ModelConfig, OutputConfig, TrainingConfig, train
+from optpipe.train import CheckpointConfig, ModelConfig, OptimizerConfig, OutputConfig, TrainingConfig, train
 from solver.build import build_schedule
 from solver.serial import serial_orders
 from tests.optpipe.compile.vocabulary import vocabulary_schedule
 from tests.optpipe.test_spread import vocabulary
 from tests.optpipe.train.cases import assert_plain_step
-from tests.optpipe.train.vocabulary_worker import config_of as worker_config
 from tests.ranks import RunRanks
 from tests.sample import some
 
-WORKER = Path(__file__).parent / "vocabulary_worker.py"
 STAGES = "tests.optpipe.train.vocabulary_stages"
 
 
@@ -69,17 +66,30 @@ def test_own_stages_whose_vocabulary_does_not_divide(name: str, barriers: int) -
     assert max(check.max_gradient_error, check.loss_error) <= 1e-14
 
 
+def config_of(case: str) -> TrainingConfig:
+    """Four steps, of which the gradients of some, but not of all, are clipped; or the first two, or all resumed."""
+    name, p, part = case.split("; ")
+    model = ModelConfig("tiny", layers=4, dtype="float64", tied=name == "tied")
+    schedule = vocabulary_schedule(int(p), 4, 2 if name == "two barriers" else 1)
+    optimizer = OptimizerConfig(learning_rate=3e-2, clip_norm=2.5)
+    kept = CheckpointConfig(None if part == "whole" else Path(name))
+    steps = 2 if part == "first" else 4
+    return TrainingConfig(schedule, model, optimizer, kept, steps=steps, check=part == "whole", evaluate=2)
+
+
 @pytest.mark.torchrun
 @pytest.mark.parametrize("p", some([2, 3]))
-def test_ranks_do_what_one_process_does(run_ranks: RunRanks, tmp_path: Path, p: int) -> None:
+def test_ranks_do_what_one_process_does(run_ranks: RunRanks, p: int) -> None:
     """With updates that do not wait, of which some are undone; and they resume bit for bit."""
-    run_ranks(WORKER, p, str(tmp_path))
-    for name, found in json.loads((tmp_path / "found.json").read_text()).items():
-        whole, resumed = found["whole"], found["resumed"]
-        alone = train(replace(worker_config(name, p), check=False))
+    cases = {
+        name: [f"{name}; {p}; {part}" for part in ("whole", "first", "resumed")] for name in ("two barriers", "tied")
+    }
+    found = run_ranks.train(__name__, p, [case for parts in cases.values() for case in parts])[0]
+    for parts in cases.values():
+        whole, _, resumed = (found[case] for case in parts)
+        alone = train(replace(config_of(parts[0]), check=False))
         assert whole["processes"] == p
-        assert True in whole["rolled_back"]
-        assert False in whole["rolled_back"]
+        assert {report["rolled_back"] for report in whole["reports"]} == {True, False}
         assert_plain_step(whole["check"])
         assert whole["losses"] == pytest.approx(alone.losses, rel=1e-12)
         assert whole["evaluation_loss"] == pytest.approx(alone.evaluation_loss, rel=1e-12)
