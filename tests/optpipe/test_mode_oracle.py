@@ -67,7 +67,6 @@ def judge(problem: Problem, data: dict[str, Any], case: oracle.Case) -> None:
     ids=["one stage", "two stages"],
 )
 def test_every_schedule_of_two_microbatches(problem: Problem, count: int) -> None:
-    """Of two stages 144 deadlock."""
     data = problem.to_data()
     cases = list(oracle.every_case(data))
     assert len(cases) == count

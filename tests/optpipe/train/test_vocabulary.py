@@ -81,13 +81,11 @@ def config_of(case: str) -> TrainingConfig:
 @pytest.mark.parametrize("p", some([2, 3]))
 def test_ranks_do_what_one_process_does(run_ranks: RunRanks, p: int) -> None:
     """With updates that do not wait, of which some are undone; and they resume bit for bit."""
-    cases = {
-        name: [f"{name}; {p}; {part}" for part in ("whole", "first", "resumed")] for name in ("two barriers", "tied")
-    }
-    found = run_ranks.train(__name__, p, [case for parts in cases.values() for case in parts])[0]
-    for parts in cases.values():
-        whole, _, resumed = (found[case] for case in parts)
-        alone = train(replace(config_of(parts[0]), check=False))
+    names, parts = ("two barriers", "tied"), ("whole", "first", "resumed")
+    [found, *_] = run_ranks.train(__name__, p, [f"{name}; {p}; {part}" for name in names for part in parts])
+    for name in names:
+        whole, _, resumed = (found[f"{name}; {p}; {part}"] for part in parts)
+        alone = train(replace(config_of(f"{name}; {p}; whole"), check=False))
         assert whole["processes"] == p
         assert {report["rolled_back"] for report in whole["reports"]} == {True, False}
         assert_plain_step(whole["check"])
