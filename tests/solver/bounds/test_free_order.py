@@ -40,7 +40,7 @@ def test_it_is_not_above_an_optimum(objective: str) -> None:
 def test_the_best_schedules_found_are_not_below() -> None:
     """Most of these bounds are optima."""
     met = problems = 0
-    for seed in range(16):
+    for seed in range(8):
         rng = Random(seed)
         data = random_pipeline(rng).to_data()
         own = [{"time": rng.choice([1, 2, 3]), "transfer": rng.choice([1, 2])} for _ in range(data["microbatches"])]
@@ -54,7 +54,7 @@ def test_the_best_schedules_found_are_not_below() -> None:
         assert bound_us <= found.value_us * (1 + 1e-9), seed
         met += bound_us >= found.value_us * (1 - 1e-9)
         problems += 1
-    assert met > problems / 2 > 4
+    assert met > problems / 2 > 2
 
 
 def test_too_many_pairs_are_left_out() -> None:

@@ -13,7 +13,7 @@ from solver.limits import Limits
 from solver.published.zb_auto import zb_auto
 from solver.solve import solve
 from tests.problems import KNOWN_OPTIMA, problems
-from tests.sample import examples
+from tests.sample import examples, some
 from tests.solutions import best_found
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
@@ -24,18 +24,18 @@ ZB_AUTO_IS_OPTIMAL = [
 ]
 
 
-@pytest.mark.parametrize("name", sorted(ZERO_BUBBLE))
+@pytest.mark.parametrize("name", some(sorted(ZERO_BUBBLE), 4))
 def test_is_at_least_the_zero_bubble_bound(name: str) -> None:
     assert lower_bound_us(instance(name)) >= ZERO_BUBBLE[name]
 
 
-@pytest.mark.parametrize("name", ZB_AUTO_IS_OPTIMAL)
+@pytest.mark.parametrize("name", some(ZB_AUTO_IS_OPTIMAL, 4))
 def test_proves_zb_auto_optimal(name: str) -> None:
     problem = instance(name)
     assert lower_bound_us(problem) == simulate(problem, zb_auto(problem)).value_us
 
 
-@pytest.mark.parametrize("name", sorted(PROVED))
+@pytest.mark.parametrize("name", some(sorted(PROVED), 4))
 def test_is_never_above_a_proved_optimum(name: str) -> None:
     assert lower_bound_us(instance(name)) <= PROVED[name]
 

@@ -18,9 +18,9 @@ from solver.build import peak_budgets
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.limits import Limits
 from solver.serial import serial_orders
-from solver.solution import Solution
 from tests.recomputing import FULL, random_pipeline, random_recomputing, recomputing
-from tests.sample import some
+from tests.sample import RARELY, some
+from tests.solutions import serial_start
 
 
 def test_of_many_devices_those_around_the_largest_bound_are_solved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,9 +34,9 @@ def test_of_many_devices_those_around_the_largest_bound_are_solved(monkeypatch: 
     assert max(some) == max(every)
 
 
-@pytest.mark.parametrize("first", some(range(0, 300, 30)))
+@pytest.mark.parametrize("first", some(range(0, 300, 15), RARELY))
 def test_no_random_schedule_is_below_it(first: int) -> None:
-    for seed in range(first, first + 30):
+    for seed in range(first, first + 15):
         problem, orders = random_recomputing(Random(seed))
         budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
         for objective in ("makespan", "device_span"):
@@ -150,14 +150,11 @@ def test_it_sees_both_windows_of_a_measured_profile() -> None:
     assert 1 - max(problem.work_us) / lower_bound_us(problem) > 0.155
 
 
-@pytest.mark.parametrize("first", some(range(0, 30, 3)))
-def test_no_optimum_is_below_it(first: int) -> None:
+@pytest.mark.parametrize("seed", some(range(30), RARELY))
+def test_no_optimum_is_below_it(seed: int) -> None:
     """CP-SAT is not told the bounds; what it finds, mostly an optimum, is never below."""
-    for seed in range(first, first + 3):
-        problem = random_pipeline(Random(seed))
-        orders = serial_orders(problem)
-        assert orders is not None
-        start = Solution(orders, simulate(problem, orders).value_us, 0.0)
-        limits = Limits(workers=1, deterministic_limit=0.15)
-        found = solve_cp_sat(problem, limits, start, lambda _: None)
-        assert lower_bound_us(problem) <= found.value_us * (1 + 1e-9), seed
+    problem = random_pipeline(Random(seed))
+    start = serial_start(problem)
+    assert start is not None
+    found = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=0.15), start, lambda _: None)
+    assert lower_bound_us(problem) <= found.value_us * (1 + 1e-9)

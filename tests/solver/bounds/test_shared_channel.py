@@ -75,17 +75,16 @@ def random_pipeline(rng: Random) -> Problem:
     )
 
 
-@pytest.mark.parametrize("first", some(range(0, 900, 300)))
-def test_no_schedule_is_below(first: int) -> None:
-    """The first problems on which this says more than the devices' own windows."""
-    pipelines = [random_pipeline(Random(seed)) for seed in range(first, first + 300)]
-    above = [
-        problem
-        for problem in pipelines
-        if max(shared_channel_bounds_us(problem)) > max(warmup_cooldown_bounds_us(problem))
-    ]
-    assert len(above) >= 3
-    for problem in above[:8]:
-        best = best_found(problem, 0.1)
-        assert best is not None
-        assert max(shared_channel_bounds_us(problem)) <= best.value_us + 1e-9
+SAYS_MORE = [
+    *(21, 43, 62, 65, 74, 91, 96, 113, 124, 126, 135, 141, 156, 192, 199, 209, 243, 272, 274, 275, 279, 285, 297, 304),
+    *(307, 326, 338, 346, 355, 381, 389, 396, 404, 418, 426, 429, 471, 484, 485, 490, 498),
+]
+"""The first seeds of problems on which this says more than the devices' own windows."""
+
+
+@pytest.mark.parametrize("seed", some(SAYS_MORE))
+def test_no_schedule_is_below(seed: int) -> None:
+    problem = random_pipeline(Random(seed))
+    best, bound_us = best_found(problem, 0.1), max(shared_channel_bounds_us(problem))
+    assert best is not None
+    assert max(warmup_cooldown_bounds_us(problem)) < bound_us <= best.value_us + 1e-9

@@ -97,11 +97,11 @@ def random_pipeline(rng: Random) -> Problem:
     )
 
 
-@pytest.mark.parametrize("first", some(range(0, 60, 30)))
+@pytest.mark.parametrize("first", some(range(0, 60, 10)))
 def test_no_schedule_of_equal_microbatches_is_below(first: int) -> None:
     """Most of these bounds are the best values found, and some say more than any device alone."""
     met, above = 0, 0
-    for seed in range(first, first + 30):
+    for seed in range(first, first + 10):
         problem = random_pipeline(Random(seed))
         best = best_found(problem, 0.1)
         if best is None:
@@ -110,5 +110,5 @@ def test_no_schedule_of_equal_microbatches_is_below(first: int) -> None:
         assert bound_us <= best.value_us + 1e-9, seed
         met += max(bound_us, alone_us) >= best.value_us - 1e-9
         above += bound_us > alone_us
-    assert met >= 10
+    assert met >= 3
     assert above >= 1

@@ -55,11 +55,11 @@ def test_random_schedules_with_modes_and_copies_are_not_below(first: int) -> Non
         assert lower_bound_us(problem) <= start.value_us * (1 + 1e-12), seed
 
 
-@pytest.mark.parametrize("first", some(range(0, 40, 10)))
+@pytest.mark.parametrize("first", some(range(0, 40, 5)))
 def test_the_best_schedules_found_are_not_below(first: int) -> None:
     """Small pipelines of every kind: most of these bounds are optima, so a bound that is too high is seen."""
     met = 0
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 5):
         rng = Random(seed)
         problem, start = within_own_peaks(random_pipeline(rng), rng, 6)
         limits = Limits(workers=1, deterministic_limit=0.1)
@@ -67,7 +67,7 @@ def test_the_best_schedules_found_are_not_below(first: int) -> None:
         bound_us = lower_bound_us(problem)
         assert bound_us <= best.value_us * (1 + 1e-12), seed
         met += bound_us == pytest.approx(best.value_us, rel=1e-12)
-    assert met >= 4
+    assert met >= 2
 
 
 @pytest.mark.parametrize("name", [f"q-p4-m4-n4-{own}" for own in ("causal-b20", "causal-b32", "fused-b5", "fused-b10")])
@@ -76,8 +76,7 @@ def test_is_the_optimum_of_causal_slices(name: str) -> None:
     assert lower_bound_us(instance(name)) == REFERENCE[name]["proved_optimum_us"]
 
 
-@pytest.mark.parametrize("objective", ["makespan", "device_span"])
-@pytest.mark.parametrize("budget", [8, 12])
+@pytest.mark.parametrize(("objective", "budget"), some([*product(["makespan", "device_span"], [8, 12])]))
 def test_a_free_order_is_bounded_by_the_best_of_all_orders(objective: str, budget: int) -> None:
     fields = {"objective": objective, "split_backward": False}
     costs = [1, 3, 1, 2]

@@ -9,14 +9,13 @@ import pytest
 
 from instances import HALF, instance, uniform
 from optpipe.problem import Problem
-from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, warmup_cooldown_bounds_us
 from solver.bounds.warmup_cooldown import Windows
 from solver.exact.cp_sat.model import Options, solve_cp_sat
 from solver.limits import Limits
-from solver.serial import serial_orders
-from solver.solution import Solution
 from solver.solve import solve
+from tests.sample import some
+from tests.solutions import serial_start
 
 
 @pytest.mark.parametrize(("budget", "warm_up_us", "cool_down_us"), [(2, 66, 66), (4, 56, 46), (8, 36, 6), (14, 6, 0)])
@@ -188,22 +187,20 @@ def random_pipeline(rng: Random) -> Problem:
     )
 
 
-def test_last_two_backwards_are_never_above_an_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Problems where they say more than the windows do without them; CP-SAT runs without cuts."""
-    pipelines = [random_pipeline(Random(seed)) for seed in range(300)]
-    bounds_us = [max(warmup_cooldown_bounds_us(problem)) for problem in pipelines]
+SAYS_MORE = [19, 37, 43, 60, 65, 85, 116, 142, 201, 203, 230, 255, 259, 266, 272, 273, 292, 296]
+"""The first seeds of problems where the last two backwards say more than the windows do without them."""
+
+
+@pytest.mark.parametrize("seed", some(SAYS_MORE, 5))
+def test_last_two_backwards_are_never_above_an_optimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CP-SAT runs without cuts."""
+    problem, again = (random_pipeline(Random(seed)) for _ in range(2))  # what was found is kept with a problem
+    bound_us = max(warmup_cooldown_bounds_us(problem))
     with monkeypatch.context() as patch:
         patch.setattr(Windows, "_last_two_backwards_us", 0.0)
-        # Others of the same numbers: what was found is kept with a problem.
-        again = [random_pipeline(Random(seed)) for seed in range(300)]
-        without_us = [max(warmup_cooldown_bounds_us(problem)) for problem in again]
-    above = [k for k in range(len(pipelines)) if bounds_us[k] > without_us[k]]
-    assert len(above) >= 10
+        assert max(warmup_cooldown_bounds_us(again)) < bound_us
+    start = serial_start(problem)
+    assert start is not None
+    limits = Limits(workers=1, deterministic_limit=0.2)
     no_cuts = Options(work=False, heads=False, weight_order=False, precedences=False, memory_order=False, climb=False)
-    for k in above[:10]:
-        orders = serial_orders(pipelines[k])
-        assert orders is not None
-        start = Solution(orders, simulate(pipelines[k], orders).value_us, 0.0)
-        limits = Limits(workers=1, deterministic_limit=0.2)
-        best = solve_cp_sat(pipelines[k], limits, start, lambda _: None, no_cuts)
-        assert bounds_us[k] <= best.value_us
+    assert bound_us <= solve_cp_sat(problem, limits, start, lambda _: None, no_cuts).value_us

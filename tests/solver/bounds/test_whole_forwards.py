@@ -13,6 +13,7 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, warmup_cooldown_bounds_us
 from solver.bounds.whole_forwards import MOST_STAGES, forwards_before_first_backward, whole_forwards_bound_us
 from solver.warm_starts import zb_auto_of_whole_forwards
+from tests.sample import some
 from tests.solutions import best_found
 
 LARGE = ["zb-1.5b-p8-m32-mem2", "zb-6.2b-p8-m64-mem2", "zb-14.6b-p16-m48-mem2", "zb-28.3b-p32-m96-mem2"]
@@ -77,16 +78,13 @@ def random_pipeline(rng: Random) -> Problem:
     )
 
 
-def test_no_schedule_is_below() -> None:
-    """The first problems on which this says more than the devices' own windows."""
-    pipelines = [random_pipeline(Random(seed)) for seed in range(150)]
-    above = [
-        problem
-        for problem in pipelines
-        if whole_forwards_bound_us(problem) > max(warmup_cooldown_bounds_us(problem)) + 1e-6
-    ]
-    assert len(above) >= 8
-    for problem in above[:8]:
-        best = best_found(problem, 0.2)
-        assert best is not None
-        assert whole_forwards_bound_us(problem) <= best.value_us + 1e-9
+SAYS_MORE = [14, 26, 42, 44, 52, 65, 71, 72, 84, 90, 96, 101, 102, 105, 115, 122, 125, 130, 132, 133, 149, 153, 163]
+"""The first seeds of problems on which this says more than the devices' own windows."""
+
+
+@pytest.mark.parametrize("seed", some(SAYS_MORE))
+def test_no_schedule_is_below(seed: int) -> None:
+    problem = random_pipeline(Random(seed))
+    best, bound_us = best_found(problem, 0.2), whole_forwards_bound_us(problem)
+    assert best is not None
+    assert max(warmup_cooldown_bounds_us(problem)) + 1e-6 < bound_us <= best.value_us + 1e-9
