@@ -25,6 +25,7 @@ from solver.search.in_flight import (
     varied,
 )
 from solver.solution import Solution
+from tests.sample import some
 
 WORK = Limits(deterministic_limit=20.0)
 PROBLEMS = [
@@ -42,7 +43,7 @@ def offloading(problem: Problem) -> ListScheduler:
     )
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", some(PROBLEMS, 2))
 def test_what_it_finds_is_valid_and_no_worse_than_ada_offload(problem: Problem) -> None:
     found: list[Solution] = []
     best = in_flight_search(problem, WORK, Solution(), found.append)

@@ -32,7 +32,7 @@ def test_it_is_better_than_one_choice_a_stage() -> None:
     assert 0 < sum(recomputed) < 4 * 8
 
 
-@pytest.mark.parametrize("microbatches", [64, 256, 1024])
+@pytest.mark.parametrize("microbatches", [64, 1024])
 def test_it_is_as_near_to_the_bound_with_any_number_of_microbatches(microbatches: int) -> None:
     """At three eighths of the memory of 1F1B."""
     problem = recomputing(4, microbatches, [LIGHT], 15, backward_weight_bytes=10)
