@@ -29,7 +29,7 @@ from solver.published.ada_offload import in_flight_orders
 from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.problems import problems
-from tests.sample import examples, some
+from tests.sample import RARELY, examples, some
 from tests.unequal import random_orders, random_pipeline, random_unequal
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
@@ -92,7 +92,7 @@ def test_knows_more_than_the_closed_forms() -> None:
     assert reported[-1].orders is start.orders
 
 
-@pytest.mark.parametrize("name", some(sorted(name for name in PROVED if "-p4-" in name)))
+@pytest.mark.parametrize("name", some(sorted(name for name in PROVED if "-p4-" in name), RARELY))
 def test_is_never_above_a_proved_optimum(name: str) -> None:
     problem = instance(name)
     start = start_of(problem)
@@ -129,11 +129,13 @@ def test_what_parts_prove_is_optimal(problem: Problem, of_best: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value_us"),
-    [
-        ("d-p8-m16-o1-mo0.5-b1o2-linear-make", 61_000),
-        ("a-p8-m16-c0.1-b1o2-linear-span", 84_800),
-        ("a-p16-m32-c0-b1o2-linear-make", 155_000),
-    ],
+    some(
+        [
+            ("d-p8-m16-o1-mo0.5-b1o2-linear-make", 61_000),
+            ("a-p8-m16-c0.1-b1o2-linear-span", 84_800),
+            ("a-p16-m32-c0-b1o2-linear-make", 155_000),
+        ]
+    ),
 )
 def test_devices_that_would_be_late_prove_an_instance(
     name: str, value_us: float, monkeypatch: pytest.MonkeyPatch

@@ -94,10 +94,10 @@ def random_pipeline(rng: Random) -> Problem:
     )
 
 
-@pytest.mark.parametrize("first", some(range(0, 40, 20)))
+@pytest.mark.parametrize("first", some(range(0, 40, 10)))
 def test_no_schedule_is_below(first: int) -> None:
     met, more = 0, 0
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 10):
         problem = random_pipeline(Random(seed))
         best = best_found(problem, 0.05)
         if best is None:
@@ -107,8 +107,8 @@ def test_no_schedule_is_below(first: int) -> None:
         assert answer.value_us >= best.bound_us - 1e-9, seed
         met += answer.bound_us >= best.value_us - 1e-9
         more += answer.bound_us > lower_bound_us(problem) + 1e-9
-    assert met >= 5
-    assert more >= 2
+    assert met >= 3
+    assert more >= 1
 
 
 def test_gives_up_where_too_many_states_are_possible(monkeypatch: pytest.MonkeyPatch) -> None:

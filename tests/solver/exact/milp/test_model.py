@@ -20,19 +20,12 @@ from solver.limits import Cancel, Limits
 from solver.serial import serial_orders
 from solver.solution import INFEASIBLE, Progress, Solution
 from solver.solve import solve
-from tests.problems import KNOWN_OPTIMA, problems
+from tests.problems import problems
 from tests.sample import examples, some
 
 
 def solved(problem: Problem, method: str = "milp", **limits: Any) -> Schedule:
     return solve(problem, method, Limits(**({"time_limit_s": 60, "workers": 1} | limits)))
-
-
-@pytest.mark.parametrize("name", some(list(KNOWN_OPTIMA)))
-def test_proves_known_optima(name: str) -> None:
-    problem, value_us = KNOWN_OPTIMA[name]
-    schedule = solved(problem)
-    assert (schedule.status, schedule.value_us, schedule.bound_us) == ("optimal", value_us, value_us)
 
 
 @pytest.mark.parametrize(("devices", "budget", "host", "value_us"), some([(3, 5, 2, 158), (2, 4, 4, 131)]))
@@ -51,7 +44,7 @@ def test_proves_a_reference_optimum() -> None:
     assert (schedule.status, schedule.value_us) == ("optimal", REFERENCE[name]["proved_optimum_us"])
 
 
-@pytest.mark.parametrize(("objective", "microbatches"), some([("makespan", 6), ("device_span", 4)]))
+@pytest.mark.parametrize(("objective", "microbatches"), some([("makespan", 4), ("device_span", 4)]))
 @pytest.mark.parametrize("channels", [{}, {"duplex": False, "shared_by": [[0, 1, 2]]}], ids=["own", "one"])
 def test_offload_at_a_tight_budget_as_cp_sat(objective: str, microbatches: int, channels: dict[str, Any]) -> None:
     problem = uniform(3, microbatches, budget=3, offload=HALF, objective=objective, copy_channels=channels)
@@ -130,8 +123,8 @@ def test_without_a_start_as_cp_sat(objective: str, more: dict[str, Any]) -> None
 
 def test_reports_incumbents_in_order() -> None:
     seen: list[Progress] = []
-    limits = Limits(60, workers=1, gap=0.1)
-    schedule = solve(uniform(4, 8, budget=4, offload=HALF), "milp", limits, seen.append)
+    limits = Limits(60, workers=1, gap=0.05)
+    schedule = solve(uniform(3, 5, budget=4, offload=HALF), "milp", limits, seen.append)
     values = [progress.solution.value_us for progress in seen]
     assert len(set(values)) > 3
     assert values == sorted(values, reverse=True)
