@@ -10,12 +10,12 @@ from optpipe.problem import Problem
 from tests.placed_problems import placed_problems
 from tests.problems import problems
 from tests.promises.harness import PUBLISHED, SEARCHES, answer, check
-from tests.sample import examples
+from tests.sample import RARELY, examples
 
 SEEDS = st.integers(0, 10**6)
 
 
-@settings(max_examples=examples(1000))
+@settings(max_examples=examples(1000, RARELY))
 @given(placed_problems() | problems(max_microbatches=5), SEEDS)
 def test_a_thousand_problems(problem: Problem, seed: int) -> None:
     for method in PUBLISHED:

@@ -20,6 +20,7 @@ async def test_it_is_refused(settings: Settings) -> None:
             job_id = await submitted(store, "late", seconds=60)
             await until(store, job_id, lambda job: job.value_us is not None)
             os.kill(late.pid, signal.SIGSTOP)
+            workers.let_leases_end()
             other = workers.start()
             done = await until(store, job_id, lambda job: job.ended)
             assert (done.status, done.attempt) == ("succeeded", 2)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.promises.harness import HEARTBEAT_S, Workers, submitted, until, workers_on
+from tests.promises.harness import HEARTBEAT_S, PATIENCE_S, submitted, until, workers_on
 
 
 async def test_it_fails_and_the_others_do_not(settings: Settings) -> None:
@@ -15,8 +16,12 @@ async def test_it_fails_and_the_others_do_not(settings: Settings) -> None:
         async with Store(one_at_a_time) as store:
             killer = await submitted(store, "kills", seconds=0.1)
             others = [await submitted(store, "peaceful", seconds=0.1) for _ in range(3)]
+            for _ in range(3):
+                worker = workers.start()
+                await asyncio.to_thread(worker.join, PATIENCE_S)
+                assert worker.exitcode == -signal.SIGKILL
+                workers.let_leases_end()
             workers.start()
-            reviving = asyncio.create_task(_revive(workers))
             failed = await until(store, killer, lambda job: job.ended)
             assert (failed.status, failed.attempt) == ("failed", 3)
             assert failed.error is not None
@@ -24,11 +29,3 @@ async def test_it_fails_and_the_others_do_not(settings: Settings) -> None:
             for other in others:
                 done = await until(store, other, lambda job: job.ended)
                 assert (done.status, done.attempt) == ("succeeded", 1)
-            reviving.cancel()
-
-
-async def _revive(workers: Workers) -> None:
-    """Revive workers as a supervisor does."""
-    while True:
-        workers.revive()
-        await asyncio.sleep(0.1)

@@ -5,12 +5,14 @@ On a busy machine, later by what the child waits for a processor until it search
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from instances import uniform
 from optpipe.verify import verify
 from solver.limits import Limits
-from solver.process import solve_in_child
+from solver.process import Heartbeat, solve_in_child
 from tests.promises.harness import heard
 
 LIMIT_S = 6.0
@@ -18,11 +20,14 @@ LIMIT_S = 6.0
 
 
 def test_a_solver_that_keeps_the_process_to_itself() -> None:
+    """Its heartbeats, which the parent makes, go on."""
     run = heard("hang", Limits(LIMIT_S, workers=1))
     assert run.result.limit == "time"
     assert run.result.reason == "feasible"
     assert run.ended_s <= LIMIT_S + 2 + run.waited_s
     run.check_best_is_kept()
+    beats_s = [at for at, event in run.events if isinstance(event, Heartbeat)]
+    assert all(after - before < 1 + run.waited_s for before, after in pairwise([0.0, *beats_s, run.ended_s]))
 
 
 @pytest.mark.parametrize("limit_s", [0.01, 0.5])
