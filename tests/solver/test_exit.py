@@ -19,7 +19,7 @@ from solver.methods import METHODS, Method
 began, leaving = Event(), Event()
 
 def in_cpp(problem, limits, start, on_solution):
-    "Solves models until it is asked to stop, and for a second after the program has begun to end."
+    "Solves models until it is asked to stop, and for half a second after the program has begun to end."
     model, solver = CpModel(), CpSolver()
     model.add_all_different([model.new_int_var(0, 30, "") for _ in range(30)])
     solver.parameters.num_workers = 1
@@ -30,7 +30,7 @@ def in_cpp(problem, limits, start, on_solution):
         os.kill(os.getpid(), signal.SIGINT)
     while not (leaving.is_set() and limits.cancel.requested):
         solver.solve(model)
-    until = time.monotonic() + 1
+    until = time.monotonic() + 0.5
     while time.monotonic() < until:
         solver.solve(model)
     return start
@@ -42,7 +42,7 @@ def search(seconds):
 
 """
 ENDS = {
-    "outlived": ("print(search(1.5).status)\nleaving.set()\nsys.exit(3)", 3, "feasible\n"),
+    "outlived": ("print(search(1.0).status)\nleaving.set()\nsys.exit(3)", 3, "feasible\n"),
     "interrupted": ("search(600)", -signal.SIGINT, ""),
     "in a daemon thread": (
         "Thread(target=search, args=[600], daemon=True).start()\nbegan.wait()\nleaving.set()\nsys.exit(3)", 3, ""

@@ -37,9 +37,9 @@ def test_sources_are_kernels_and_the_constants_and_tables_that_they_use() -> Non
 
 
 def test_a_changed_constant_is_not_answered_with_old_machine_code(tmp_path: Path) -> None:
-    """Numba alone would: the file of the kernel is the same.."""
+    """Numba alone would: the file of the kernel is the same."""
     for package in ("optpipe", "solver"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("*.nb?"))
     toy, constants = (tmp_path / "solver" / "search" / name for name in ("toy.py", "toy_constants.py"))
     toy.write_text(
         "from numba import njit\nfrom solver.search.toy_constants import ANSWER\n\n\n"

@@ -18,6 +18,7 @@ from solver.layout.ranking import rank
 from solver.limits import Limits
 from solver.process import ChildResult
 from tests.layer_profiles import BLOCK, profile, tight_profile
+from tests.sample import some
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -62,7 +63,7 @@ class Scripted(Limits):
         self.now_s[0] += seconds
 
 
-@pytest.mark.parametrize("limit_s", [5.0, 20.0, 60.0])
+@pytest.mark.parametrize("limit_s", some([5.0, 20.0, 60.0]))
 def test_every_solve_takes_as_long_as_it_is_allowed(monkeypatch: pytest.MonkeyPatch, limit_s: float) -> None:
     """Each answers at its own limit plus two seconds, none proves anything, and all may still win."""
     clock = Scripted(limit_s, workers=1)

@@ -84,7 +84,7 @@ def test_one_that_never_finds_a_processor_is_waited_for_twice_the_limit_and_a_li
 ) -> None:
     most_waited_s = 0.5
     monkeypatch.setattr(parent, "MOST_WAITED_S", most_waited_s)
-    limits = Limits(1.0, workers=1)
+    limits = Limits(0.5, workers=1)
     monkeypatch.setattr(Child, "kept_waiting_s", property(lambda child: limits.seconds))
     guard = Timer(20.0, limits.cancel.request)  # without the cap this would never end
     guard.start()
@@ -101,7 +101,7 @@ def test_an_answer_waits_for_the_first_published_schedule(monkeypatch: pytest.Mo
     make, limits = parent.Fallback.make, Limits(0.5, workers=1)
 
     def make_late(fallback: parent.Fallback) -> None:
-        time.sleep(2.5)
+        time.sleep(1.5)
         make(fallback)
 
     monkeypatch.setattr(parent.Fallback, "make", make_late)

@@ -18,6 +18,7 @@ from solver.process import solve_in_child
 from solver.process.parent import INTERPRETED_OPS
 from solver.scale import count_ops
 from solver.solution import Progress, Solution
+from tests.sample import some
 
 EXAMPLE = Problem.load(Path(__file__).parents[3] / "examples/problems/offload-p4-m8.json")
 
@@ -64,7 +65,7 @@ def test_a_small_problem_is_answered_without_any_kernel(kept: Path) -> None:
     assert compiled(kept) == set()
 
 
-@pytest.mark.parametrize("v_shape", [False, True], ids=["linear", "v"])
+@pytest.mark.parametrize("v_shape", some([False, True]))
 def test_a_large_one_needs_the_simulator_s_alone(kept: Path, v_shape: bool) -> None:
     problem = uniform(8, 128, v_shape=v_shape, budget=32)
     assert count_ops(problem) > INTERPRETED_OPS

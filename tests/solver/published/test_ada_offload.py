@@ -25,7 +25,7 @@ from tests.sample import examples, some
 WITH_OFFLOAD = sorted(name for name in REFERENCE if name.startswith(("d-", "po-")))
 
 
-@pytest.mark.parametrize("name", WITH_OFFLOAD)
+@pytest.mark.parametrize("name", some(WITH_OFFLOAD, 5))
 def test_every_instance_with_offload(name: str) -> None:
     problem = instance(name)
     schedule = build_schedule(problem, ada_offload(problem), 0.0, "ada-offload", 0.0)
