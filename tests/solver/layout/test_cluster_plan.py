@@ -93,7 +93,7 @@ def test_a_small_vocabulary_stays_in_the_last_stage() -> None:
 
 def test_a_plan_says_what_passes_on_all_devices_would_take() -> None:
     """By default no plan needs them. That of the strategy to take was cut and scheduled for the comparison."""
-    plan = plan_cluster(heavy_job(), 8, PIPELINE, Limits(16.0))
+    plan = plan_cluster(heavy_job(), 8, PIPELINE, Limits(8.0))
     assert {one.strategy.vocabulary for one in plan.ratings} == {"last", "own"}
     assert plan.best.strategy.vocabulary == "own"
     assert plan.best.strategy.stage_layers[-1] == 0, "a search of cuts with layers beside it found that"

@@ -170,7 +170,7 @@ def test_it_is_as_near_to_the_bound_with_any_number_of_microbatches(
 
 
 def test_with_modes_it_finds_what_it_does_without() -> None:
-    problem = offloading_or_recomputing(8, 64)
+    problem = offloading_or_recomputing(4, 32)
     found: list[Solution] = []
     best = in_flight_search(problem, WORK, Solution(), found.append)
     assert found[-1] == best

@@ -131,7 +131,7 @@ def causal(budget: int) -> Problem:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("budget", "value_us", "bubble"), [(8, 1497, 0.230), (10, 1449, 0.205)])
+@pytest.mark.parametrize(("budget", "value_us", "bubble"), some([(8, 1497, 0.230), (10, 1449, 0.205)]))
 def test_one_slice_more_than_seq1f1b_holds_saves_a_third_of_its_bubble(
     budget: int, value_us: float, bubble: float
 ) -> None:

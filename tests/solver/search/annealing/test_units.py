@@ -135,7 +135,7 @@ def test_one_seed_and_one_amount_of_work_give_one_answer() -> None:
         floor = serial_orders(problem)
         assert floor is not None
         start = Solution(floor, simulate(problem, floor).value_us, 0.0)
-        local_search(problem, Limits(deterministic_limit=0.2, seed=7), start, reported.append)
+        local_search(problem, Limits(deterministic_limit=0.05, seed=7), start, reported.append)
         return reported
 
     assert found() == found()
@@ -153,7 +153,7 @@ def test_factors_of_one_change_nothing(objective: str) -> None:
         floor = serial_orders(problem)
         assert floor is not None
         start = Solution(floor, simulate(problem, floor).value_us, 0.0)
-        answers.append(local_search(problem, Limits(deterministic_limit=0.1), start, lambda _: None))
+        answers.append(local_search(problem, Limits(deterministic_limit=0.03), start, lambda _: None))
     assert answers[0] == answers[1]
 
 
