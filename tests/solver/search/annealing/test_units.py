@@ -135,7 +135,7 @@ def test_one_seed_and_one_amount_of_work_give_one_answer() -> None:
         floor = serial_orders(problem)
         assert floor is not None
         start = Solution(floor, simulate(problem, floor).value_us, 0.0)
-        local_search(problem, Limits(deterministic_limit=0.05, seed=7), start, reported.append)
+        local_search(problem, Limits(deterministic_limit=0.1, seed=7), start, reported.append)
         return reported
 
     assert found() == found()
