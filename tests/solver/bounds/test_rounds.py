@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from instances import HALF, WHOLE, instance, uniform
 from instances.four_by_eight import four_by_eight
 from optpipe.problem import Problem
-from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.bounds.rounds import round_bounds_us
 from solver.bounds.units import memory_time_bounds_us
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.exact.relaxation import projected
 from solver.limits import Limits
-from solver.serial import serial_orders
-from solver.solution import Solution
 from tests.sample import examples
+from tests.solutions import serial_start
 
 
 def tight(m: int = 8, budget: int = 4, kept: int = 2, **more: Any) -> float:
@@ -152,8 +150,6 @@ def test_no_schedule_is_below(m: int, budget: int, kept: int, times: list[int]) 
 
 def optimum_us(problem: Problem, work: float) -> float:
     """The best value found, which the work is enough to prove for problems as small as these."""
-    orders = serial_orders(problem)
-    assert orders is not None
-    value_us = simulate(problem, orders).value_us
-    limits = Limits(workers=1, deterministic_limit=work)
-    return solve_cp_sat(problem, limits, Solution(orders, value_us, 0.0), lambda _: None).value_us
+    start = serial_start(problem)
+    assert start is not None
+    return solve_cp_sat(problem, Limits(workers=1, deterministic_limit=work), start, lambda _: None).value_us

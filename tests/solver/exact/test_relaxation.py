@@ -22,7 +22,7 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.build import over_budget, peak_budgets, within_budgets
 from solver.exact import relaxation
-from solver.exact.cp_sat.model import Options, ask_for_better, solve_cp_sat
+from solver.exact.cp_sat.model import ask_for_better, solve_cp_sat
 from solver.exact.relaxation import projected, proof_by_parts, relaxation_bound, restricted
 from solver.limits import Limits
 from solver.published.ada_offload import in_flight_orders
@@ -30,18 +30,10 @@ from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.problems import problems
 from tests.sample import RARELY, examples, some
+from tests.solutions import best_found, serial_start
 from tests.unequal import random_orders, random_pipeline, random_unequal
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
-
-
-def start_of(problem: Problem) -> Solution | None:
-    """The floor as a start, with its value and a horizon."""
-    orders = serial_orders(problem)
-    if orders is None:
-        return None
-    value_us = simulate(problem, orders).value_us
-    return Solution(orders, value_us, 0.0)
 
 
 def bound_of(problem: Problem, start: Solution, reported: list[Solution] | None = None) -> float:
@@ -85,7 +77,7 @@ def test_all_stages_are_the_whole() -> None:
 def test_knows_more_than_the_closed_forms() -> None:
     """The first and the last device take as long as all four: the optimum, which CP-SAT proves of the whole as well."""
     problem = uniform(4, 5, budget=4, backward_weight_bytes=2, offload=HALF)
-    start, reported = start_of(problem), list[Solution]()
+    start, reported = serial_start(problem), list[Solution]()
     assert start is not None
     assert lower_bound_us(problem) < bound_of(problem, start, reported) == 246
     assert [answer.bound_us for answer in reported] == sorted(answer.bound_us for answer in reported)
@@ -95,7 +87,7 @@ def test_knows_more_than_the_closed_forms() -> None:
 @pytest.mark.parametrize("name", some(sorted(name for name in PROVED if "-p4-" in name), RARELY))
 def test_is_never_above_a_proved_optimum(name: str) -> None:
     problem = instance(name)
-    start = start_of(problem)
+    start = serial_start(problem)
     assert start is not None
     assert lower_bound_us(problem) <= bound_of(problem, start) <= PROVED[name]
 
@@ -103,12 +95,10 @@ def test_is_never_above_a_proved_optimum(name: str) -> None:
 @settings(max_examples=examples(25))
 @given(problems(max_stages=5))
 def test_no_schedule_is_below(problem: Problem) -> None:
-    start = start_of(problem)
-    assume(start is not None and split_backward_suffices(problem))
+    start, best = serial_start(problem), best_found(problem, 0.1)
+    assume(start is not None and best is not None and split_backward_suffices(problem))
     assert start is not None
-    limits = Limits(workers=1, deterministic_limit=0.1)
-    # Not from below: without a bound to begin with, that asks for a schedule at each single step of the grid.
-    best = solve_cp_sat(problem, limits, start, lambda answer: None, Options(climb=False))
+    assert best is not None
     assert bound_of(problem, start) <= best.value_us + 1e-9
 
 
@@ -116,12 +106,12 @@ def test_no_schedule_is_below(problem: Problem) -> None:
 @given(problems(max_stages=5), st.booleans())
 def test_what_parts_prove_is_optimal(problem: Problem, of_best: bool) -> None:
     """From a poor start there is a better schedule, or no answer; the best is proved, or not."""
-    start = start_of(problem)
-    assume(start is not None and split_backward_suffices(problem))
+    start, best = serial_start(problem), best_found(problem, 0.1)
+    assume(start is not None and best is not None and split_backward_suffices(problem))
     assert start is not None
-    limits = Limits(workers=1, deterministic_limit=0.1)
-    best = solve_cp_sat(problem, limits, start, lambda answer: None, Options(climb=False))
-    answer = proof_by_parts(problem, replace(limits, deterministic_limit=0.2), best if of_best else start, [].append)
+    assert best is not None
+    limits = Limits(workers=1, deterministic_limit=0.2)
+    answer = proof_by_parts(problem, limits, best if of_best else start, [].append)
     assert answer.bound_us <= best.value_us + 1e-9
     assert answer.orders is not None
     assert answer.value_us == pytest.approx(simulate(problem, answer.orders).value_us)
@@ -189,7 +179,7 @@ def test_several_workers_begin_with_different_devices_and_the_first_answer_ends_
 def test_no_part_is_asked_about_from_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every part has a better schedule all devices come to the whole, and one of them asks."""
     problem = uniform(3, 4, budget=4)
-    start, asked = start_of(problem), list[Sequence[int]]()
+    start, asked = serial_start(problem), list[Sequence[int]]()
     assert start is not None
 
     def ask(part: Problem, *rest: Any) -> Solution:
@@ -220,7 +210,7 @@ def test_slices_and_unequal_microbatches_end_with_the_whole_itself() -> None:
 
 def test_parts_end_with_a_better_schedule_of_the_whole() -> None:
     problem = uniform(3, 4, budget=4)
-    start, reported = start_of(problem), list[Solution]()
+    start, reported = serial_start(problem), list[Solution]()
     assert start is not None
     answer = proof_by_parts(problem, Limits(workers=1, deterministic_limit=10.0), start, reported.append)
     assert reported[-1].orders is answer.orders is not start.orders
@@ -229,7 +219,7 @@ def test_parts_end_with_a_better_schedule_of_the_whole() -> None:
 
 def test_stops_when_cancelled_or_reached() -> None:
     problem = uniform(4, 8, budget=4)
-    start = start_of(problem)
+    start = serial_start(problem)
     assert start is not None
     cancelled = Limits(deterministic_limit=1.0)
     cancelled.cancel.request()
@@ -252,7 +242,7 @@ def test_a_delay_in_place_of_stages_may_be_longer_than_a_problem_states() -> Non
     for stage in data["stages"]:
         stage["forward_us"] = 0.6 * MAX_TIME_US
     problem = Problem.from_data(data)
-    start = start_of(problem)
+    start = serial_start(problem)
     assert start is not None
     assert lower_bound_us(problem) <= bound_of(problem, start) <= start.value_us
 
@@ -266,7 +256,7 @@ def test_what_a_part_proves_of_slices_is_not_raised_to_the_values_of_a_larger_pa
     data["stages"][1]["slice_factors"] = {"transfer": [1.25, 1]}
     data["stages"][2]["slice_factors"] = {"forward": [1, 2]}
     problem = Problem.from_data(data)
-    start = start_of(problem)
+    start = serial_start(problem)
     assert start is not None
     best = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=5.0), start, [].append)
     assert best.value_us == best.bound_us == 115
@@ -280,7 +270,7 @@ def test_a_bound_of_the_whole_is_not_raised_to_the_values_of_a_part() -> None:
     for stage, (forward_us, input_us, weight_us) in zip(data["stages"], times_us, strict=True):
         stage |= {"forward_us": forward_us, "backward_input_us": input_us, "backward_weight_us": weight_us}
     problem = Problem.from_data(data)
-    start = start_of(problem)
+    start = serial_start(problem)
     assert start is not None
     limits = Limits(workers=1, deterministic_limit=10.0)
     assert solve_cp_sat(problem, limits, start, lambda answer: None).value_us == 14.5
@@ -330,7 +320,7 @@ def test_a_stage_of_a_part_keeps_its_own_factors_of_slices(own: dict[str, list[f
             for kind in ("F", "B", "W"):
                 whole = problem.stage_of(kept, unit)
                 assert of_classes[part.unit_class[unit]].duration_us(kind) == whole.duration_us(kind)
-    start = start_of(problem)
+    start = serial_start(problem)
     assert start is not None
     assert bound_of(problem, start) <= start.value_us
 

@@ -21,6 +21,7 @@ from solver.solution import Solution
 from tests.recomputing import recomputing
 from tests.sample import some
 from tests.solutions import best_found
+from tests.solver.bounds.test_unit_order import random_pipeline
 from tests.unequal import unequal
 
 
@@ -63,41 +64,10 @@ def test_orders_of_the_path_reach_what_is_proved() -> None:
     assert simulate(problem, answer.orders).value_us == answer.value_us == answer.bound_us == 3153
 
 
-def random_pipeline(rng: Random) -> Problem:
-    """Up to three devices in any placement, tight budgets, equal or unequal stages; some copies and fused backwards."""
-    p, times = rng.randint(1, 3), rng.choice([(0, 1, 2, 3), (1, 2), (0.5, 1.25)])
-    devices = rng.choice([[*range(p), *reversed(range(p))], [*range(p)] * 2, [rng.randrange(p) for _ in range(4)]])
-    equal, splits = rng.random() < 0.5, rng.choice([1.0, 0.8])
-
-    def stage() -> dict[str, Any]:
-        activation = rng.randint(1, 4)
-        copy = {"bytes": rng.randint(0, activation), "offload_us": rng.randint(0, 2), "reload_us": rng.randint(0, 2)}
-        return {
-            **{kind: rng.choice(times) for kind in ("forward_us", "backward_input_us", "backward_weight_us")},
-            "activation_bytes": activation,
-            "backward_weight_bytes": rng.randint(0, 5),
-            "workspace_bytes": {kind: rng.choice([0, 0, 1]) for kind in ("F", "B", "W", "BW")},
-            "offload": rng.choice([None, None, copy]),
-            "split_backward": rng.random() < splits,
-        }
-
-    same = stage()
-    return Problem.from_data(
-        {
-            "format": "optpipe.problem/1",
-            "microbatches": rng.randint(2, 5),
-            "objective": rng.choice(["makespan", "device_span"]),
-            "transfer_us": rng.choice([0, 1, {"forward": 1, "backward": 2}]),
-            "devices": [{"memory_bytes": rng.randint(3, 12)} for _ in range(p)],
-            "stages": [(same if equal else stage()) | {"device": device} for device in devices],
-        }
-    )
-
-
-@pytest.mark.parametrize("first", some(range(0, 40, 10)))
+@pytest.mark.parametrize("first", some(range(0, 24, 12)))
 def test_no_schedule_is_below(first: int) -> None:
     met, more = 0, 0
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 12):
         problem = random_pipeline(Random(seed))
         best = best_found(problem, 0.05)
         if best is None:
@@ -108,7 +78,7 @@ def test_no_schedule_is_below(first: int) -> None:
         met += answer.bound_us >= best.value_us - 1e-9
         more += answer.bound_us > lower_bound_us(problem) + 1e-9
     assert met >= 3
-    assert more >= 1
+    assert more >= 2
 
 
 def test_gives_up_where_too_many_states_are_possible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from solver.solution import Solution
 from solver.solve import solve
 from solver.strategy import auto_subsolvers
 from tests.sample import examples, some
+from tests.solutions import serial_start
 from tests.solver.search.annealing.test_modes import split
 from tests.solver.search.annealing.test_search import annealed
 from tests.solver.search.annealing.test_sequence import levels_bytes, with_own_levels
@@ -132,9 +133,8 @@ def test_one_seed_and_one_amount_of_work_give_one_answer() -> None:
 
     def found() -> list[Solution]:
         reported: list[Solution] = []
-        floor = serial_orders(problem)
-        assert floor is not None
-        start = Solution(floor, simulate(problem, floor).value_us, 0.0)
+        start = serial_start(problem)
+        assert start is not None
         local_search(problem, Limits(deterministic_limit=0.1, seed=7), start, reported.append)
         return reported
 
@@ -150,9 +150,8 @@ def test_factors_of_one_change_nothing(objective: str) -> None:
     given_ones = unequal(3, 6, 10, offload=offload, objective=objective, **alike)
     answers = []
     for problem in (plain, given_ones):
-        floor = serial_orders(problem)
-        assert floor is not None
-        start = Solution(floor, simulate(problem, floor).value_us, 0.0)
+        start = serial_start(problem)
+        assert start is not None
         answers.append(local_search(problem, Limits(deterministic_limit=0.03), start, lambda _: None))
     assert answers[0] == answers[1]
 
