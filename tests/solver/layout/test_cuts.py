@@ -83,7 +83,7 @@ def test_the_warm_up_has_room_behind_a_large_embedding(monkeypatch: pytest.Monke
     embedding = ends | {"forward_us": 0, "backward_input_us": 0, "backward_weight_us": 0}
     head = ends | {"forward_us": 19800, "backward_input_us": 19800, "backward_weight_us": 19800}
     head |= {"activation_bytes": 537559040, "backward_weight_bytes": 537559040}
-    monkeypatch.setattr(cuts, "MOST_RATED", 40)
+    monkeypatch.setattr(cuts, "MOST_RATED", 20)
     data = {"format": "optpipe.layers/1", "memory_bytes": 36 * 10**9, "layers": [embedding, layer, head]}
     best = found(LayerProfile.from_data(data), placement("linear", 8, 1), 32)
     assert next(iter(best.rated.values())).value_us <= 4_408_500

@@ -21,6 +21,7 @@ from solver.layout.fitting import Job, published_schedule
 from solver.layout.strategies import Rater
 from solver.limits import Limits
 from solver.solve import solve
+from tests.sample import some
 from tests.solver.layout.test_strategies import useful_s
 
 LINEAR = Strategy(pipeline=8, offload="yes")
@@ -36,7 +37,7 @@ def seconds(one: Job, strategy: Strategy) -> float:
     return Rater(one, {}).rate(strategy, 0.0).seconds
 
 
-@pytest.mark.parametrize(("machine", "strategy"), [("h100", LINEAR), ("a100-80", LOOPED)])
+@pytest.mark.parametrize(("machine", "strategy"), some([("h100", LINEAR), ("a100-80", LOOPED)]))
 def test_schedules_reach_the_closed_form_within_its_memory(machine: str, strategy: Strategy) -> None:
     one = job(machine)
     held = max(device.total for device in one.held(strategy))

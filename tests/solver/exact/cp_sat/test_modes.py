@@ -22,7 +22,7 @@ from solver.scale import horizon_us
 from solver.solve import solve
 from tests import mode_oracle as oracle
 from tests.recomputing import FULL, random_recomputing, recomputing
-from tests.sample import some
+from tests.sample import RARELY, some
 
 LIGHT = {"name": "light", "kept_bytes": 2, "recompute_us": 1, "forward_workspace_bytes": 1, "workspace_bytes": 1}
 SEGMENTS = {"name": "segments", "kept_bytes": 4, "recompute_us": 1, "segment_bytes": 2}
@@ -94,19 +94,19 @@ COPIES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "duplex", "budgets"), some([*product(COPIES, (True, False), ((11, 14), (16, 18)))]))
-def test_optima_with_copies_are_those_of_every_schedule(name: str, duplex: bool, budgets: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "duplex", "budget"), some([*product(COPIES, (True, False), (11, 14, 16, 18))], RARELY)
+)
+def test_optima_with_copies_are_those_of_every_schedule(name: str, duplex: bool, budget: int) -> None:
     """Copies in time: what is there beside an op depends on when they run."""
     modes, fields = COPIES[name]
-    used = set()
-    for budget in budgets:
-        problem = recomputing(2, 2, modes, budget, split_backward=False, **fields)
-        problem = problem.from_data(problem.to_data() | {"copy_channels": {"duplex": duplex}})
-        schedule = optimum(problem)
-        assert (schedule and schedule.value_us) == oracle.least_makespan(problem.to_data()), budget
-        if schedule:
-            used |= {op.op for device in schedule.devices for op in (*device.compute, *device.offload)}
-    assert used & {"O", "C", "CBW"}
+    problem = recomputing(2, 2, modes, budget, split_backward=False, **fields)
+    problem = problem.from_data(problem.to_data() | {"copy_channels": {"duplex": duplex}})
+    schedule = optimum(problem)
+    assert schedule is not None
+    assert schedule.value_us == oracle.least_makespan(problem.to_data())
+    used = {op.op for device in schedule.devices for op in (*device.compute, *device.offload)}
+    assert used & {"O", "C", "CBW"} or budget == 11
 
 
 @pytest.mark.parametrize("seed", some(range(40)))
