@@ -56,21 +56,6 @@ def test_published_schedules_are_valid_or_refused_by_name(name: str, problem: st
         assert schedule.bound_us <= schedule.value_us
 
 
-@pytest.mark.parametrize("feature", [feature for feature in PROBLEMS if feature != "both"])
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.search])
-def test_every_search_takes_a_feature_or_refuses_it(name: str, feature: str) -> None:
-    """A search that takes the problem improves on one microbatch at a time, by a valid schedule."""
-    problem, limits = PROBLEMS[feature], Limits(workers=1, deterministic_limit=0.1)
-    if feature not in METHODS[name].takes:
-        with pytest.raises(MethodError, match=f"^{name} "):
-            solve(problem, name, limits)
-        return
-    schedule, floor = solve(problem, name, limits), serial_orders(problem)
-    assert floor is not None
-    assert verify(schedule).ok
-    assert schedule.bound_us <= schedule.value_us < simulate(problem, floor).value_us
-
-
 ALIKE = {
     "modes": recomputing(2, 40, budget=14),
     "offload": unequal(2, 40, budget=8, offload={"bytes": 2, "offload_us": 1, "reload_us": 1}),
