@@ -46,7 +46,7 @@ class RunRanks:
         return "".join(rank.out for rank in ended)
 
     def train(self, module: str, processes: int, cases: Iterable[str]) -> list[dict[str, Any]]:
-        """What each rank found in cases of a module of tests; see `tests.optpipe.train.ranks_worker`."""
+        """Train the cases of a module of tests; the findings of each rank (`tests.optpipe.train.ranks_worker`)."""
         with TemporaryDirectory() as folder:
             self(TRAINING, processes, folder, module, *cases)
             return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(processes)]

@@ -60,7 +60,7 @@ PROBLEMS = {
 
 @cache
 def answer(name: str, feature: str) -> Schedule | MethodError:
-    """What a search finds in little work, or how it refuses the problem."""
+    """The schedule that a search finds in little work, or its refusal of the problem."""
     try:
         return solve(PROBLEMS[feature], name, Limits(workers=1, deterministic_limit=0.1))
     except MethodError as error:

@@ -1,4 +1,4 @@
-"""Runs on every rank: trains schedules to which a better one is found on the way, and writes what became of each.
+"""Runs on every rank: trains schedules for which a better one is found meanwhile, and writes the outcome of each.
 
 Usage: online_worker.py FOLDER. Rank 0 alone has a solver.
 """
