@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from optpipe.ops import Ints
+from optpipe.ops import Floats, Ints
 from solver.search.annealing.links import first_needing, has_links, last_needed
 from solver.search.annealing.sequence import (
     NONE,
@@ -177,8 +177,8 @@ def shift(table: Table, merged: Merged, touched: Ints, x: int, target: int) -> N
 def shift_by(table: Table, merged: Merged, touched: Ints, x: int, distance: int) -> bool:
     """Move `x` by up to `distance` places, as far as it may go. False where it may not move at all."""
     at = merged.place[x]
-    if table.has_blocks and block_at(table, merged, at) >= 0:
-        return _shift_block(table, merged, touched, x, distance)
+    if table.has_blocks and block_at(table, merged, at, table.block_us) >= 0:
+        return _shift_block(table, merged, touched, x, distance, merged.block_us)
     if distance < 0:
         target = max(at + distance, earliest(table, merged, x))
         if target >= at:
@@ -192,8 +192,12 @@ def shift_by(table: Table, merged: Merged, touched: Ints, x: int, distance: int)
 
 
 @njit(cache=True)
-def _shift_block(table: Table, merged: Merged, touched: Ints, forward: int, distance: int) -> bool:
+def _shift_block(
+    table: Table, merged: Merged, touched: Ints, forward: int, distance: int, block_us: Floats | None
+) -> bool:
     """Move a block by up to `distance` places, as far as all of its ops may go."""
+    if block_us is None:
+        return False
     at = merged.place[forward]
     backward = int(merged.ops[at + 1] & table.key_mask)
     weight = backward + (table.stages << table.shift)
@@ -373,7 +377,7 @@ def note_levels(table: Table, merged: Merged, levels: Ints, touched: Ints) -> No
 
 
 @njit(cache=True)
-def keeps_budgets(table: Table, merged: Merged, levels: Ints, touched: Ints, g: int, repairs: int, pull: bool) -> bool:
+def keeps_budgets(table: Table, merged: Merged, levels: Ints, touched: Ints, g: int, repairs: int, pull: int) -> bool:
     """True if the sequence of a group keeps the budgets of its devices, after up to `repairs` further shifts.
 
     `levels` are those before the move. A repair brings a release forward to the op that has no room (`pull`), or
@@ -400,7 +404,7 @@ def keeps_budgets(table: Table, merged: Merged, levels: Ints, touched: Ints, g: 
 
 
 @njit(cache=True)
-def _repair(table: Table, merged: Merged, touched: Ints, q: int, pull: bool) -> bool:
+def _repair(table: Table, merged: Merged, touched: Ints, q: int, pull: int) -> bool:
     """Exchange the op at place `q`, which has no room, and the next release of its device that can be exchanged."""
     code = merged.ops[q]
     x, short = int(code & table.key_mask), table.classes[code >> table.shift]

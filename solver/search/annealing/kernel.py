@@ -44,6 +44,7 @@ from solver.search.annealing.sequence import (
     fill,
     size,
     time_in_block,
+    variable,
 )
 
 NEVER_US = 1e300
@@ -330,7 +331,7 @@ def hold_back(table: Table, merged: Merged, times: Times, latest: Latest) -> boo
     for d in range(table.devices):
         latest.marks[MARKS + 1, d] = times.marks[MARKS + 1, d]
         times.marks[0, d] = NEVER_US
-    latest_starts(table, merged, times, latest, MARKS + 1, NONE)
+    latest_starts(table, merged, times, latest, MARKS + 1, variable(NONE))
     first, end = pass_classes(table.links)
     for n in range(table.stages + end - first):
         x = (n if n < table.stages else first + n - table.stages) << table.shift
@@ -346,7 +347,7 @@ def _sweep_all(table: Table, merged: Merged, times: Times, latest: Latest) -> bo
     touched = np.zeros((2, len(table.first)), np.int64)
     for g in range(len(table.first)):
         touched[1, g] = len(times.order)  # everything is new: nowhere is it as before
-    row = sweep(table, merged, times, times, 0, latest, 0.0, touched)[1]
+    row = sweep(table, merged, times, times, variable(0), latest, 0.0, touched)[1]
     for k in range(size(merged)):
         times.position[times.order[k] & table.key_mask] = k
     return row != NONE

@@ -65,7 +65,8 @@ def propose(
         _reorder(table, merged, touched, random)
         return True
     if move == JOIN and table.has_blocks:
-        _join_or_part(table, merged, touched, random, _random_op(table, merged, times, latest, random))
+        x = _random_op(table, merged, times, latest, random)
+        _join_or_part(table, merged, touched, random, x, merged.block_us)
         return True
     if move in (JOIN, REORDER) or (move >= OFFLOAD and len(table.choosing) == 0):
         return True  # by rounding alone, its weight being 0
@@ -138,8 +139,10 @@ def _fill(table: Table, merged: Merged, touched: Ints, random: Word, x: int) -> 
 
 
 @njit(cache=True)
-def _join_or_part(table: Table, merged: Merged, touched: Ints, random: Word, x: int) -> None:
+def _join_or_part(table: Table, merged: Merged, touched: Ints, random: Word, x: int, block_us: Floats | None) -> None:
     """Join a forward near an op and a near backward, now and then those of the next units too; or part a block."""
+    if block_us is None:
+        return
     mask, g = (1 << table.shift) - 1, table.classes[x >> table.shift].group
     begin, end = table.first[g], table.first[g] + merged.length[g]
     at = _near(random, merged.place[x], begin, end)
@@ -151,7 +154,7 @@ def _join_or_part(table: Table, merged: Merged, touched: Ints, random: Word, x: 
     if forward >= table.stages << table.shift:
         return
     number = int(merged.ops[at] >> table.option_shift)
-    if time_in_block(merged.block_us, forward) >= 0 and below(random, 2):
+    if time_in_block(block_us, forward) >= 0 and below(random, 2):
         renumber(table, merged, touched, forward, number - 1)
         return
     for _ in range(8):

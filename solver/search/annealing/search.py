@@ -48,6 +48,7 @@ from solver.search.annealing.sequence import (
     overwrite,
     size,
     unit,
+    variable,
 )
 from solver.serial import serial_orders
 from solver.solution import OnSolution, Solution
@@ -141,14 +142,14 @@ def begin_annealing(state: State, merged: Merged) -> bool:
     for g in range(groups):
         state.touched[0, g] = table.first[g]
         state.touched[1, g] = table.first[g] + state.tried.length[g] - 1
-        if not keeps_budgets(table, state.tried, state.levels, state.touched, g, 0, True):
+        if not keeps_budgets(table, state.tried, state.levels, state.touched, g, variable(0), variable(0)):
             return False
     if not hold_back(table, state.tried, state.times, state.latest):
         return False
     state.work[0] += 3 * size(state.tried)
     copy(state.times.marks[0], state.kept_times.marks[0])
     value, mean = value_us(table, state.tried, state.times, state.start_us)
-    _accept(state, 0, size(state.tried), MARKS + 1, value, mean)
+    _accept(state, variable(0), size(state.tried), MARKS + 1, value, mean)
     state.numbers[ENERGY] = value
     _note_best(state)
     return True
@@ -176,7 +177,7 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
         state.work[0] += PROPOSAL_WORK
         mark = _first_mark(state) if possible else NONE
         if mark == NONE:
-            _revert(state, 0, 0)
+            _revert(state, mark, mark * table.step)
             continue
         bonus = 0.0
         if table.has_blocks:
@@ -264,7 +265,7 @@ def _first_mark(state: State) -> int:
     """The mark from which the move must be timed, NONE where nothing changed or a budget is broken."""
     table, touched = state.table, state.touched
     repairs = int((MOST_REPAIRS + 1) * unit(state.random))
-    pull = unit(state.random) < 0.5
+    pull = int(unit(state.random) < 0.5)
     first = UNTOUCHED
     for g in range(len(table.first)):
         if touched[1, g] < 0:
@@ -274,7 +275,7 @@ def _first_mark(state: State) -> int:
             return NONE
         if table.has_blocks:  # repairs may have joined and parted ops
             widen(table, state.tried, touched, g)
-            if not keeps_budgets(table, state.tried, state.levels, touched, g, 0, pull):
+            if not keeps_budgets(table, state.tried, state.levels, touched, g, variable(0), pull):
                 return NONE
         state.work[0] += (touched[1, g] - touched[0, g]) // PLACES_AN_OP
         end = table.first[g] + state.kept.length[g] - 1

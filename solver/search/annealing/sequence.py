@@ -26,6 +26,9 @@ needs, its B and W take none (`Merged.block_us`). Problems with activation modes
 
 Spread passes have classes of their own behind those of stages (`links`): one a device, and one for each barrier.
 
+Numba leaves out a branch on an argument that is None, with all that is called there: so functions for blocks alone
+take `block_us`.
+
 Random numbers are xorshift (Marsaglia 2003), since numba's own generator belongs to a thread: this one belongs to a
 search, so that a seed gives one run.
 """
@@ -351,8 +354,10 @@ def time_of_pair(block_us: Floats | None, f: int, b: int) -> float:
 
 
 @njit(cache=True)
-def block_at(table: Table, merged: Merged, q: int) -> float:
-    """Time of the block that begins at a place; below 0 if none does."""
+def block_at(table: Table, merged: Merged, q: int, block_us: Floats | None) -> float:
+    """Time of the block that begins at a place; below 0 if none does. `block_us`: that of the table."""
+    if block_us is None:
+        return NONE
     code, keys, mask = merged.ops[q], table.key_mask, (1 << table.shift) - 1
     x = code & keys
     f = x >> table.shift
@@ -367,7 +372,7 @@ def block_at(table: Table, merged: Merged, q: int) -> float:
     if w >= 0 and w != q + 2:
         return NONE
     first, last = table.classes[code >> table.shift], table.classes[other >> table.shift]
-    return float(time_of_pair(table.block_us, f, b) * max(first.factor, last.factor))
+    return float(time_of_pair(block_us, f, b) * max(first.factor, last.factor))
 
 
 @njit(cache=True)
@@ -378,12 +383,18 @@ def note_blocks(table: Table, merged: Merged, begin: int, end: int) -> None:
     for q in range(begin, end):
         set_time_in_block(merged.block_us, merged.ops[q] & table.key_mask, NONE)
     for q in range(max(begin - 2, 0), end):
-        time_us = block_at(table, merged, q)
+        time_us = block_at(table, merged, q, table.block_us)
         if time_us >= 0:
             backward = merged.ops[q + 1] & table.key_mask
             set_time_in_block(merged.block_us, merged.ops[q] & table.key_mask, time_us)
             set_time_in_block(merged.block_us, backward, 0.0)
             set_time_in_block(merged.block_us, backward + (table.stages << table.shift), 0.0)
+
+
+@njit(cache=True)
+def variable(value: int) -> int:
+    """The value itself: numba compiles a function once more for each literal that it is called with."""
+    return int(value)
 
 
 @njit(cache=True)
