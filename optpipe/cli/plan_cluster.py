@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from optpipe.cluster.strategy import Strategy
     from solver.layout.cluster_plan import Plan
-    from solver.layout.strategies import Rated
+    from solver.layout.strategies import Rated, Rater
 
 SHOWN, FIRST = 12, 5
 """Most strategies in the table at the end, and in the first one."""
@@ -62,7 +63,7 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     from optpipe.cluster.machine import Machine
     from optpipe.cluster.model import load_model
     from optpipe.cluster.software import require_software
-    from solver.layout.cluster_plan import PLAN_FILES, plan_cluster
+    from solver.layout.cluster_plan import plan_cluster
     from solver.layout.fitting import Job
     from solver.layout.strategies import read_degrees
     from solver.limits import Limits, available_cores
@@ -82,8 +83,7 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
         check_picture(question.plot)
     if output is not None:
         make_folder(output)
-        for name in PLAN_FILES:
-            check_writable(output / name)
+        _check_folder(output)
     machine = Machine.load(question.machine).with_margin(question.memory_margin)
     job = Job(
         load_model(question.model),
@@ -127,7 +127,7 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
     if question.plot is not None:
         _draw(document, question.plot)
     if as_json:
-        print_json(document | {"output": str(output) if output else None})
+        print_json(document | {"output": str(output) if output else None} | _why_entry(plan, wanted))
     elif wanted is not None:
         _print_why(plan, wanted)
     else:
@@ -151,6 +151,21 @@ def _matches(strategy: Strategy, wanted: Mapping[str, Any]) -> bool:
     from solver.layout.strategies import values_of
 
     return values_of(strategy).items() >= wanted.items()
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that has files with the names of a plan's, but no plan: they are not to be replaced."""
+    from solver.layout.cluster_plan import PLAN_FILES, PLAN_FORMAT
+
+    for name in PLAN_FILES:
+        check_writable(folder / name)
+    found = [name for name in PLAN_FILES if (folder / name).is_file()]
+    with suppress(OSError, ValueError, AttributeError):
+        if json.loads((folder / "plan.json").read_text()).get("format") == PLAN_FORMAT:
+            return
+    if found:
+        detail = f"is {folder}, where {found[0]} is of no earlier plan. Maybe name another folder."
+        raise InputError([Issue("--output", "not_a_plan", detail)])
 
 
 def _write(plan: Plan, document: dict[str, Any], folder: Path) -> None:
@@ -276,19 +291,39 @@ def _lost(plan: Plan, one: Rated) -> str:
     return losses_text(Rater(plan.job, plan.fixed).lost_s(one), one.seconds)
 
 
+def _asked(plan: Plan, rater: Rater, wanted: Mapping[str, Any]) -> Rated | None:
+    """The fastest strategy with these degrees, rated even if its bound had beaten it; None if none is legal."""
+    found = [one for one in plan.ratings if _matches(one.strategy, wanted)]
+    if not found:
+        return None
+    promising = sorted(found, key=lambda one: one.bound_s)[:MOST_RATED]
+    rated = [rater.rate(one.strategy, one.bound_s) if one.end == "beaten" else one for one in (found[0], *promising)]
+    return min(rated, key=lambda one: one.seconds)
+
+
+def _why_entry(plan: Plan, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What --why adds to the JSON: `why`, an entry as those of `strategies`; null if no strategy is legal."""
+    from solver.layout.cluster_plan import strategy_entry
+    from solver.layout.strategies import Rater
+
+    if wanted is None:
+        return {}
+    rater = Rater(plan.job, plan.fixed)
+    if (one := _asked(plan, rater, wanted)) is None:
+        return {"why": None}
+    losses = {"lost_s": rater.lost_s(one), "hidden_s": rater.hidden_s(one)} if one.end == "solved" else {}
+    return {"why": strategy_entry(one) | losses}
+
+
 def _print_why(plan: Plan, wanted: Mapping[str, Any]) -> None:
     from solver.layout.strategies import Rater
 
-    console = stdout()
-    best, found = plan.best, [one for one in plan.ratings if _matches(one.strategy, wanted)]
+    console, best, rater = stdout(), plan.best, Rater(plan.job, plan.fixed)
+    one = _asked(plan, rater, wanted)
     what = ", ".join(f"{name} {value}" for name, value in wanted.items())
-    if not found:
+    if one is None:
         console.print(f"no legal strategy has {what}. Maybe `optpipe fits` says which rule it breaks.")
         return
-    rater = Rater(plan.job, plan.fixed)
-    promising = sorted(found, key=lambda one: one.bound_s)[:MOST_RATED]
-    rated = [rater.rate(one.strategy, one.bound_s) if one.end == "beaten" else one for one in (found[0], *promising)]
-    one = min(rated, key=lambda one: one.seconds)
     if one.end != "solved":
         console.print(f"the best with {what} is {one.name}: {one.end.replace('_', ' ')}, {one.reason}")
         return

@@ -43,6 +43,7 @@ from solver.layout.strategies import (
 from solver.limits import Limits
 from solver.trainer_settings import Setting, nearest_settings
 
+PLAN_FORMAT = "optpipe.plan/1"
 MOST_SOLVED = 3
 """Most families that are cut and scheduled: each has a part of the time."""
 PLAN_FILES = ("plan.json", "schedule.json", "layers.json", *(f"schedule-{n + 1}.json" for n in range(MOST_SOLVED)))
@@ -119,6 +120,13 @@ class Solved:
         with suppress(InputError):
             return nearest_settings(self.schedule, "megatron")[0]
         return None
+
+
+def strategy_entry(one: Rated) -> dict[str, Any]:
+    """A strategy as an entry of `strategies`, without what only some have."""
+    entry: dict[str, Any] = {"name": one.name} | values_of(one.strategy) | {"end": one.end}
+    entry |= {"seconds": one.seconds if one.seconds < inf else None, "bound_s": one.bound_s}
+    return entry | {"memory_bytes": round(one.memory_bytes) or None, "reason": one.reason}
 
 
 @dataclass(frozen=True)
@@ -221,9 +229,7 @@ class Plan(Displayed):
         solved = {one.strategy: number for number, one in enumerate(self.solved)}
         seen: set[int] = set()
         for number, one in enumerate(self.ratings):
-            entry: dict[str, Any] = {"name": one.name} | values_of(one.strategy) | {"end": one.end}
-            entry |= {"seconds": one.seconds if one.seconds < inf else None, "bound_s": one.bound_s}
-            entry |= {"memory_bytes": round(one.memory_bytes) or None, "reason": one.reason}
+            entry = strategy_entry(one)
             pipeline, place = one.strategy.pipeline, solved.get(one.strategy)
             if one.work is not None and (number < SHOWN_WORK or place is not None or pipeline not in seen):
                 schedule = None if place is None else self.solved[place].schedule
@@ -234,7 +240,7 @@ class Plan(Displayed):
                 entry["solved"] = place
             strategies.append(entry)
         return {
-            "format": "optpipe.plan/1",
+            "format": PLAN_FORMAT,
             "model": job.model.name,
             "config": dict(job.model.config),
             "parameters": job.model.parameters,

@@ -63,12 +63,24 @@ def test_folders_that_are_none(
     assert (run.code, message in run.err) == (2, True), run.err
 
 
+@pytest.mark.parametrize("text", ['{"mine": "measured layers"}', "no JSON"])
+def test_a_file_of_no_earlier_plan_is_kept(cli: Cli, tmp_path: Path, text: str) -> None:
+    for name in ("plan.json", "layers.json"):
+        (tmp_path / name).write_text(text)
+    run = cli("plan", *JOB, "-o", tmp_path)
+    assert (run.code, "plan.json is of no earlier plan. Maybe name another folder." in run.err) == (2, True)
+    assert {path.read_text() for path in tmp_path.iterdir()} == {text}
+
+
 def test_what_a_strategy_loses(cli: Cli) -> None:
     run = cli("plan", *JOB, "--time-limit", 0.5, "--why", "tp=8,pp=2")
     assert run.code == 0
     assert "bubble" in run.out
     assert "tp8 pp2" in run.out or "tp8 dp" in run.out
     assert "no legal strategy has tp 7" in cli("plan", *JOB, "--time-limit", 0.5, "--why", "tp=7").out
+    asked = [cli("plan", *JOB, "--time-limit", 0.5, "--why", f"tp={tp}", "--json").document["why"] for tp in (7, 8)]
+    assert asked[0] is None
+    assert (asked[1]["tp"], asked[1]["end"], "bubble" in asked[1]["lost_s"]) == (8, "solved", True)
 
 
 def test_experts_out_of_balance_take_time_and_nothing_leaves(cli: Cli) -> None:
