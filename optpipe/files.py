@@ -8,15 +8,24 @@ from pathlib import Path
 
 from optpipe.errors import InputError, Issue
 
+STDOUT = "-"
+"""The output that commands take for stdout, where they print a document alone."""
 
-def check_writable(path: Path) -> None:
-    """Raise InputError if a file could not be written at `path`, before the run whose output it is to hold."""
+
+def check_writable(path: Path, *inputs: Path | None) -> None:
+    """Raise InputError if a file could not be written at `path`, before the run whose output it is to hold.
+
+    Nor may it be one of the `inputs`, which would be lost.
+    """
+    _refuse_stdout(path)
     replaced = _is_replaced(path)
     target = Path(os.path.realpath(path)) if replaced else path
     folder = target.parent
     why = ""
     if os.path.isdir(target):
         why = "it is a folder. Maybe name a file in it."
+    elif any(one is not None and os.path.isfile(one) and os.path.realpath(one) == str(target) for one in inputs):
+        why = "it is what is read, and would be lost. Maybe name another file."
     elif not os.path.isdir(folder):
         exists = os.path.exists(folder)
         why = f"{folder} is {'a file, not a folder' if exists else 'not a folder. Maybe make it first'}."
@@ -30,8 +39,14 @@ def check_writable(path: Path) -> None:
         raise InputError([Issue("", "not_writable", f"cannot be written: {why}")], str(path))
 
 
+def _refuse_stdout(path: Path) -> None:
+    if str(path) == STDOUT:
+        raise InputError([Issue("--output", "not_stdout", "is -, but stdout has the summary here. Maybe name a file.")])
+
+
 def make_folder(path: Path) -> None:
     """Make the folder that --output names, with those above it. Raises InputError where it cannot be one."""
+    _refuse_stdout(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

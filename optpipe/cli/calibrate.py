@@ -56,7 +56,7 @@ def command(
         detail = "has no meaning here: --check fits nothing. Maybe leave out one of the two."
         raise InputError([Issue("--output", "meaningless", detail)])
     if output:
-        check_writable(output)
+        check_writable(output, rows, models)
     known = Machine.load(machine)
     found, skipped = read_rows(rows, models)
     mine, others = split_rows(known, found)

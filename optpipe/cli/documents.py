@@ -64,7 +64,7 @@ def _load_torch_csv(path: Path, problem: Path | None) -> Schedule | None:
     from optpipe.problem import Problem
 
     if not is_torch_csv(path):
-        if problem is not None:
+        if problem is not None and path.exists():
             detail = f"gives costs to a schedule CSV of torch, but {path} is none. Maybe leave it out."
             raise InputError([Issue("--problem", "meaningless", detail)])
         return None

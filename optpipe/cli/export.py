@@ -18,7 +18,7 @@ from optpipe.document import read_document
 from optpipe.errors import InputError, Issue
 from optpipe.export import EXPORTERS, Exported, exporter
 from optpipe.export.launch import TRAINERS, launch_files
-from optpipe.files import check_writable, make_folder, write_atomically
+from optpipe.files import STDOUT, check_writable, make_folder, write_atomically
 from optpipe.mode_names import FULL, OFFLOAD
 from optpipe.units import bytes_text, change_text, count_text, share_text, time_text
 
@@ -184,7 +184,9 @@ def command(
             + f" Of a plan, the files that start it: {', '.join(TRAINERS)}.",
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Output file; the folder of launch files.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Output file, - for stdout; the folder of launch files.")
+    ],
     drop_offload: Annotated[
         bool,
         typer.Option(
@@ -217,16 +219,23 @@ def command(
     if drop_offload and "drop_offload" not in chosen.options:
         detail = f"is given with --to {to}, which shows offloads. Maybe leave it out."
         raise InputError([Issue("--drop-offload", "nothing_to_drop", detail)])
-    check_writable(output)
+    to_stdout = str(output) == STDOUT
+    if not to_stdout:
+        check_writable(output, document)
     with doing_long(f"reading {document.name}"):
         other = others.get(chosen.document)
         loaded = load_schedule_or(other, document, problem) if other else load_schedule(document, problem)
     with doing_long(f"exporting to {to}"):
         exported = chosen.export(loaded, **({"drop_offload": True} if drop_offload else {}))
-    write_atomically(output, exported.content)
     for note in exported.notes:
         stderr().print(note)
-    if as_json:
+    if to_stdout:
+        print(exported.content, end="")  # text: pictures are drawn by `optpipe plot`
+    else:
+        write_atomically(output, exported.content)
+    if to_stdout:
+        pass  # it holds the content and nothing else
+    elif as_json:
         print_json({"output": str(output), "to": str(to), **exported.facts})
     else:
         if exported.rows:

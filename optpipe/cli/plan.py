@@ -330,7 +330,7 @@ def command(
     from solver.limits import Limits, available_cores
 
     if output:
-        check_writable(output)
+        check_writable(output, Path(layers))
     if not Path(layers).exists() and model_name(layers) is not None:
         detail = f"is of a layer profile, but {layers} is the name of a model. Maybe --gpus {devices} in its place."
         raise InputError([Issue("--devices", "of_layers", detail)])

@@ -209,7 +209,7 @@ def command(
     measures the stages of its device. With --machine as well, its layers are predicted for a GPU that is not here. With
     --from-run they were recorded in a trainer of yours. With --from-table costs are computed from sizes and rates.
     """
-    check_writable(output)
+    check_writable(output, from_table)
     gpt: dict[str, object] = {
         "--layers": layers,
         "--microbatch-size": microbatch_size,

@@ -23,7 +23,7 @@ from optpipe.cli.console import (
     table,
 )
 from optpipe.errors import InputError, Issue, MethodError, NoSolutionError
-from optpipe.files import check_writable, write_atomically
+from optpipe.files import STDOUT, check_writable, write_atomically
 from optpipe.units import budget_text, bytes_text, change_text, percent_text, share_text, time_text
 
 if TYPE_CHECKING:
@@ -131,8 +131,8 @@ def command(
     from optpipe.problem import Problem
     from solver.limits import Limits, available_cores
 
-    if output is not None and output != "-":
-        check_writable(Path(output))
+    if output is not None and output != STDOUT:
+        check_writable(Path(output), problem)
     loaded = Problem.load(problem)
     if deterministic_limit is None:
         time_limit_s = time_limit or TIME_LIMIT_S
@@ -169,7 +169,7 @@ def command(
         raise
     interrupted = limits.cancel.requested
     _write(schedule, output)
-    if output == "-":
+    if output == STDOUT:
         pass  # stdout holds the schedule and nothing else
     elif as_json:
         limit = "work" if deterministic_limit is not None and result.limit == "time" else result.limit
@@ -272,7 +272,7 @@ def free_memory_bytes() -> int | None:
 def _write(schedule: Schedule, output: str | None) -> None:
     from optpipe.schedule import schedule_text
 
-    if output == "-":
+    if output == STDOUT:
         print(schedule_text(schedule), end="")
     elif output:
         write_atomically(Path(output), schedule_text(schedule))

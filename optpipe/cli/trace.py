@@ -223,7 +223,7 @@ def command(
     if plot:
         check_picture(plot)
     if output:
-        check_writable(output)
+        check_writable(output, *traces)
     loaded = _load(traces, chunks)
     comparison = compare(loaded)
     if output:

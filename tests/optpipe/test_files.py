@@ -66,3 +66,13 @@ def test_what_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=why) as caught:
             check_writable(path)
         assert caught.value.source == str(path)
+
+
+def test_what_is_read_is_not_replaced(tmp_path: Path) -> None:
+    path, link = tmp_path / "problem.json", tmp_path / "link.json"
+    path.write_text("{}")
+    link.symlink_to(path)
+    for output, source in ((path, path), (path, link), (link, path)):
+        with pytest.raises(InputError, match="it is what is read, and would be lost"):
+            check_writable(output, None, source)
+    check_writable(tmp_path / "other.json", path, link, tmp_path / "none.json")

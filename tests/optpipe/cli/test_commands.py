@@ -455,6 +455,25 @@ def test_export_chrome_trace(cli: Cli, schedule_file: Path, tmp_path: Path) -> N
     assert old.read_text() == "old", "the file is replaced in one step, not written into"
 
 
+def test_export_to_stdout_has_the_content_alone(cli: Cli, schedule_file: Path, tmp_path: Path) -> None:
+    run = cli("export", schedule_file, "--to", "torch-csv", "-o", tmp_path / "orders.csv")
+    piped = cli("export", schedule_file, "--to", "torch-csv", "-o", "-")
+    assert (run.code, piped.code, piped.out) == (0, 0, (tmp_path / "orders.csv").read_text())
+    assert "--output is -, but stdout has the summary here" in cli("trace", schedule_file, "-o", "-").err
+    assert (
+        "--output is -, but stdout has the summary here"
+        in cli("plan", "gpt2-xl", "--gpus", 1, "--global-batch", 1, "-o", "-").err
+    )
+
+
+def test_an_input_is_not_replaced(cli: Cli, problem_file: Path, schedule_file: Path) -> None:
+    for command in (("solve", problem_file), ("export", schedule_file, "--to", "problem"), ("trace", schedule_file)):
+        before = command[1].read_bytes()
+        run = cli(*command, "-o", command[1])
+        assert (run.code, "it is what is read, and would be lost" in run.err) == (2, True), run.err
+        assert command[1].read_bytes() == before
+
+
 @pytest.mark.parametrize("form", ["lp", "mps"])
 def test_export_of_the_model_of_a_problem_and_of_a_schedule(
     cli: Cli, problem_file: Path, schedule_file: Path, tmp_path: Path, form: str
