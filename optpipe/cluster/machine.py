@@ -153,9 +153,9 @@ class Machine(Document):
     @classmethod
     def load(cls, machine: str | Path) -> Self:
         """Read a machine by its name or its TOML file. Raises InputError that names the field, or the nearest name."""
-        known, names = named_machines(), known_names()
-        if str(machine) in names:
-            return cls.model_validate(known[names[str(machine)]].model_dump())
+        known = named_machines()
+        if (name := known_name(str(machine))) is not None:
+            return cls.model_validate(known[name].model_dump())
         path = Path(machine)
         if not path.exists():
             close = get_close_matches(str(machine).lower(), known, 1, 0.4)
@@ -224,9 +224,10 @@ DEFAULT_EFFICIENCIES = Efficiencies(
 )
 
 
-def known_names() -> dict[str, str]:
-    """Names of the machines that come with the program, by these and by their aliases."""
-    return {alias: one.name for one in named_machines().values() for alias in (one.name, *one.aliases)}
+def known_name(text: str) -> str | None:
+    """Name of a machine that comes with the program, by this or an alias of it, in any case; None for others."""
+    known = {alias.lower(): one.name for one in named_machines().values() for alias in (one.name, *one.aliases)}
+    return known.get(text.lower())
 
 
 @cache

@@ -13,10 +13,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import nan
 from pathlib import Path
 from typing import Any
 
-from optpipe.cluster.machine import known_names
+from optpipe.cluster.machine import known_name
 from optpipe.cluster.model import Model, named_models, read_model
 from optpipe.cluster.software import software_of
 from optpipe.cluster.strategy import Precision, Recompute, Sharding, Strategy, Vocabulary
@@ -185,7 +186,7 @@ def _row(name: str, cells: Mapping[str, str], models: Mapping[str, Mapping[str, 
     return Row(
         name,
         "/".join(filter(None, (cells.get("group", ""), variant))),
-        known_names().get(cells.get("machine", ""), cells.get("machine", "")),
+        known_name(cells.get("machine", "")) or cells.get("machine", ""),
         model,
         strategy,
         sequence,
@@ -244,7 +245,9 @@ def _sequence_parallel(cells: Mapping[str, str]) -> bool:
 
 
 def _precision(text: str) -> Precision:
-    """fp16 is as bf16; all kinds of eight bits are one, and so are those of four."""
+    """fp16 is as bf16, and so is none; all kinds of eight bits are one, and so are those of four."""
+    if text not in ("", "bf16", "fp16") and not re.search("fp[48]", text):
+        raise _RefusedError(f"precision is {text!r}, but must be bf16, fp16, or name fp8 or fp4")
     return "fp4" if "fp4" in text else "fp8" if "fp8" in text else "bf16"
 
 
@@ -270,13 +273,15 @@ class _Cells:
     def number(self, name: str) -> float | None:
         """A positive number, from the column or its derived companion; None where neither states one."""
         for key in (name, f"{name}_derived"):
-            text = self.cells.get(key) or ""
+            if not (text := (self.cells.get(key) or "").strip()):
+                continue
             try:
                 value = float(text)
             except ValueError:
-                continue
-            if 0 < value < MAX_VALUE:
-                return value
+                value = nan
+            if not 0 < value < MAX_VALUE:
+                raise _RefusedError(f"{key} is {text!r}, but must be a number between 0 and {MAX_VALUE:,}")
+            return value
         return None
 
     def size(self, name: str, default: int | None = None) -> int:

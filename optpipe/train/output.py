@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from optpipe.cluster.costs import ideal_seconds
-from optpipe.cluster.machine import known_names, named_machines
+from optpipe.cluster.machine import known_name, named_machines
 from optpipe.compile.program import Action
 from optpipe.errors import needs_extra
 from optpipe.kinds import KIND
@@ -132,7 +132,7 @@ class Watch(Callback):
 
 def _ideal_token_seconds(model: Model) -> float | None:
     """Seconds of one GPU at its peak for a token; None where model or GPU is not known, or some stages are frozen."""
-    machine = known_names().get(hardware_name(model.hardware, ""))
+    machine = known_name(hardware_name(model.hardware, ""))
     architecture = model.task.architecture
     stages = model.schedule.problem.stages if model.schedule else ()
     if machine is None or architecture is None or any(stage.backward == "none" for stage in stages):

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, StrictInt, Tag
 
-from optpipe.cluster.machine import Machine, known_names, named_machines
+from optpipe.cluster.machine import Machine, known_name, named_machines
 from optpipe.cluster.model import named_models, read_model
 from optpipe.cluster.rules import MOST_DEGREE
 from optpipe.cluster.software import require_software
@@ -104,9 +104,9 @@ class PlanRequest(Document):
     def _machine(self) -> Machine:
         if isinstance(self.machine, Machine):
             return self.machine
-        if self.machine not in (names := known_names()):
+        if (name := known_name(self.machine)) is None:
             raise _unknown("machine", self.machine, named_machines())
-        return named_machines()[names[self.machine]]
+        return named_machines()[name]
 
 
 def _unknown(field: str, name: str, known: Mapping[str, object]) -> InputError:

@@ -11,7 +11,7 @@ from optpipe.errors import InputError
 
 HEAD = (
     "id,model,machine,gpus,sequence,global_batch,microbatch,tp,pp,vpp,seconds_per_step,tokens_per_s_per_gpu,notes,"
-    "task,ep,overlap\n"
+    "task,ep,overlap,precision\n"
 )
 
 
@@ -22,7 +22,7 @@ def read(path: Path, *lines: str) -> tuple[list[Row], list[Skipped]]:
 
 
 def test_a_row_is_a_strategy(tmp_path: Path) -> None:
-    [row], skipped = read(tmp_path, "a,llama-3.1-70b,H100-SXM,64,8192,128,1,4,4,5,14.66,,,")
+    [row], skipped = read(tmp_path, "a,llama-3.1-70b,h100-sxm,64,8192,128,1,4,4,5,14.66,,,")
     assert (row.strategy.tensor, row.strategy.pipeline, row.strategy.virtual, row.strategy.data) == (4, 4, 5, 4)
     assert (row.machine, row.seconds, row.strategy.schedule, skipped) == ("h100", 14.66, "interleaved-1f1b", [])
 
@@ -49,6 +49,15 @@ def test_time_follows_from_tokens(tmp_path: Path) -> None:
         ("a,llama-3.1-8b,h100,8,8192,12,1,1,1,,1,,,", "global_batch 12 is no multiple of dp x microbatch = 8"),
         ("a,llama-3.1-8b,h100,8,8192,8,1,1,1,,1,,,lora", "task 'lora' does not train all parameters"),
         ("a,llama-3.1-8b,h100,1.5,8192,8,1,1,1,,1,,,", "gpus is 1.5, which is no whole number"),
+        ("a,llama-3.1-8b,h100,8,8192,8,1,two,1,,1,,,", "tp is 'two', but must be a number between 0 and 1,000,000,000"),
+        (
+            "a,llama-3.1-8b,h100,8,8192,8,1,1,1,,-3,,,",
+            "seconds_per_step is '-3', but must be a number between 0 and 1,000,000,000",
+        ),
+        (
+            "a,llama-3.1-8b,h100,8,8192,8,1,1,1,,1,,,,,,int4",
+            "precision is 'int4', but must be bf16, fp16, or name fp8 or fp4",
+        ),
     ],
 )
 def test_what_cannot_be_predicted_is_skipped_with_the_reason(tmp_path: Path, line: str, reason: str) -> None:
