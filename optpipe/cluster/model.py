@@ -205,6 +205,11 @@ class Model:
 NOT_READ: Mapping[str, str] = {
     "linear_num_key_heads": "linear attention",
     "mamba_num_heads": "state space layers",
+    "mamba_n_heads": "state space layers",
+    "mamba_d_state": "state space layers",
+    "conv_L_cache": "convolutions",
+    "interleave_moe_layer_step": "experts in every so many layers, beside shared ones",
+    "moe_num_experts": "experts by names of their own",
     "hybrid_layer_pattern": "layers of several kinds by a pattern",
     "ssm_cfg": "state space layers",
     "index_n_heads": "attention to indexed tokens",
@@ -212,6 +217,7 @@ NOT_READ: Mapping[str, str] = {
     "decoder_layers": "an encoder and a decoder",
 }
 """Fields of architectures that have other layers than these."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @cache
@@ -296,6 +302,13 @@ class _Reader:
         vocabulary, count = fields.size("vocab_size"), fields.size("num_hidden_layers")
         if count > MOST_LAYERS:
             raise fields.fault("num_hidden_layers", "too_large", f"is {count} but at most {MOST_LAYERS} are read.")
+        kinds = fields.items("layer_types")
+        if others := [kind for kind in kinds if kind not in LAYER_TYPES]:
+            detail = f"has {shown(others[0])}, but only {' and '.join(LAYER_TYPES)} have formulas here yet."
+            raise fields.fault("layer_types", "not_read", detail)
+        if kinds and len(kinds) != count:
+            detail = f"has {len(kinds)} entries, but num_hidden_layers is {count}."
+            raise fields.fault("layer_types", "other_length", detail)
         layers = tuple(self._layer(index) for index in range(count))
         tied = fields.flag("tie_word_embeddings", family.tied)
         width = fields.size("word_embed_proj_dim", h)
