@@ -14,7 +14,7 @@ import typer
 
 from optpipe.cli.console import AsJson, compile_once, doing_long, print_json, stderr, stdout, table
 from optpipe.cli.documents import ProblemOfCsv, load_schedule, load_schedule_or
-from optpipe.document import read_document
+from optpipe.document import read_bounded, read_document
 from optpipe.errors import InputError, Issue
 from optpipe.export import EXPORTERS, Exported, exporter
 from optpipe.export.launch import TRAINERS, launch_files
@@ -211,6 +211,8 @@ def command(
                 detail = f"has no meaning with a plan, which {document} is. Maybe leave it out."
                 raise InputError([Issue(option, "meaningless", detail)])
         return _launch(document if document.is_dir() else document.parent, to, output, as_json)
+    if not document.exists():  # before the output is judged: it may be the folder of launch files
+        read_bounded(document, 0)
     if to not in EXPORTERS:
         detail = f"is {to}, which takes the folder of a plan, but {document} is none. Maybe optpipe plan MODEL -o DIR."
         raise InputError([Issue("--to", "other_document", detail)])

@@ -57,6 +57,7 @@ def test_folders_that_are_none(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan").mkdir()
+    (tmp_path / "plan/schedule.json").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "out").touch()
     run = cli(*arguments, "-o", "out")
@@ -70,6 +71,12 @@ def test_a_file_of_no_earlier_plan_is_kept(cli: Cli, tmp_path: Path, text: str) 
     run = cli("plan", *JOB, "-o", tmp_path)
     assert (run.code, "plan.json is of no earlier plan. Maybe name another folder." in run.err) == (2, True)
     assert {path.read_text() for path in tmp_path.iterdir()} == {text}
+
+
+def test_a_plan_that_is_missing_is_named_before_the_output(cli: Cli, tmp_path: Path) -> None:
+    for trainer in ("megatron", "bridge"):
+        run = cli("export", tmp_path / "nosuch", "--to", trainer, "-o", tmp_path)
+        assert (run.code, "nosuch: cannot be read: No such file" in run.err) == (2, True), run.err
 
 
 def test_what_a_strategy_loses(cli: Cli) -> None:
