@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from optpipe.errors import InputError, Issue
+
 if TYPE_CHECKING:
     from optpipe.export.launch.reading import Launch
 
@@ -44,5 +46,31 @@ def launch_files(plan: Mapping[str, Any], trainer: str, source: str = "") -> Lau
     """
     from optpipe.export.launch.reading import Launch
 
+    launch = Launch.of(plan, source)
+    try:
+        return _maker(trainer)(launch)
+    except InputError as error:
+        others = [f"--to {name}" for name in TRAINERS if name != trainer and _takes(launch, name)]
+        raise InputError([_advised(issue, others) for issue in error.issues], source) from None
+
+
+def _maker(trainer: str) -> Callable[[Launch], LaunchFiles]:
     make: Callable[[Launch], LaunchFiles] = import_module(f"optpipe.export.launch.{trainer}").files
-    return make(Launch.of(plan, source))
+    return make
+
+
+def _takes(launch: Launch, trainer: str) -> bool:
+    try:
+        _maker(trainer)(launch)
+    except InputError:
+        return False
+    return True
+
+
+def _advised(issue: Issue, others: Sequence[str]) -> Issue:
+    """A refusal that names the trainers which take the plan, after what its own advice is."""
+    detail, maybe, advice = issue.detail.rstrip(".").partition(" Maybe ")
+    if not (maybe or others):  # it refuses the model: this one builds all that have a config.json
+        others = ["another plan for --to automodel, which says what it needs"]
+    ways = [*([advice] if maybe else []), *([" or ".join(others)] if others else [])]
+    return Issue(issue.loc, issue.code, f"{detail.rstrip('.')}. Maybe {', or '.join(ways)}.")

@@ -13,8 +13,8 @@ from optpipe.cluster.families import FAMILIES
 from optpipe.cluster.model import Model
 from optpipe.errors import InputError, Issue
 from optpipe.export.launch import LaunchFiles
-from optpipe.export.launch.reading import Launch, Pipeline
-from optpipe.export.launch.text import config_json, header, script
+from optpipe.export.launch.reading import Launch, Pipeline, Untimed
+from optpipe.export.launch.text import all_lost, config_json, header, script
 
 OTHER_MODULES = ("gpt2", "gpt_neox", "bloom", "falcon", "opt")
 """Families whose layers are not `model.layers`, where it cuts a pipeline."""
@@ -29,7 +29,11 @@ def files(launch: Launch) -> LaunchFiles:
     """The YAML, the script, and the model's configuration where the hub has none."""
     _refuse(launch)
     best, runs = launch.best, launch.in_loops(offloads=False, cuts_prediction=False)
-    lost = [*launch.lost_in_loops(runs), *_lost(launch, runs)]
+    seconds, lost = runs.seconds, [*launch.lost_in_loops(runs), *_lost(launch, runs)]
+    if best.precision == "fp4":
+        seconds, sentence = launch.in_precision("bf16", seconds, "this YAML")
+        lost.append(sentence)
+    lost = all_lost(launch, lost)
     distributed: dict[str, object] = {
         "strategy": "fsdp2",
         "dp_size": None,
@@ -86,11 +90,11 @@ def files(launch: Launch) -> LaunchFiles:
     }
     if best.precision == "fp8":
         document["fp8"] = {"enabled": True, "recipe_name": "tensorwise"}
-    comments = header(launch, runs.cut, lost, runs.seconds)
+    comments = header(launch, runs.cut, lost, seconds)
     text = comments + "".join(_yaml(document))
     command = ["-m nemo_automodel.cli.app automodel.yaml", '"$@"']
     made = {"launch.sh": script(launch, comments, ['cd "$folder"'], command), "automodel.yaml": text}
-    return LaunchFiles(made | config_json(launch), lost, runs.seconds)
+    return LaunchFiles(made | config_json(launch), lost, seconds)
 
 
 def _yaml(fields: Mapping[str, object], indent: str = "") -> Iterator[str]:
@@ -128,8 +132,11 @@ def _refuse(launch: Launch) -> None:
         )
         detail += " many. Maybe plan with a smaller --pp or --dp."
     elif best.pp > 1 and model.model_type in OTHER_MODULES:
-        detail = f"is {best.pp}, but a {model.model_type} is not cut into stages there. Maybe --to megatron."
+        detail = f"is {best.pp}, but a {model.model_type} is not cut into stages there. Maybe plan with --pp 1."
         field = "pp"
+    elif best.pp > 1 and model.tied:
+        detail = f"is {best.pp}, but tie_word_embeddings is true, and a matrix that embedding and head share is on one "
+        field, detail = "pp", f"{detail}stage there: at most 1. Maybe plan with --pp 1."
     if field:
         raise InputError([Issue(f"best.{field}", "cannot_run", f"{detail}")])
 
@@ -140,11 +147,11 @@ def _predicts(model: Model) -> bool:
 
 
 def _lost(launch: Launch, runs: Pipeline) -> Iterator[str]:
-    best, model = launch.best, launch.model
+    model = launch.model
     yield from launch.lost_by_fsdp()
     if _predicts(model) and {*launch.stages_of_prediction(runs.cut)} != {len(runs.cut) - 1}:
-        yield "cut: multi-token prediction runs in the last stage, with the head"
+        yield Untimed("cut: multi-token prediction runs in the last stage, with the head")
     elif model.predicted_tokens and not _predicts(model):
-        yield f"layers of multi-token prediction ({model.predicted_tokens}): its class of {model.model_type} has none"
-    if best.precision == "fp4":
-        yield "precision: fp4 is not set: products run in 16 bits, slower"
+        yield Untimed(
+            f"layers of multi-token prediction ({model.predicted_tokens}): its class of {model.model_type} has none"
+        )

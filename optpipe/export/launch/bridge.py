@@ -11,7 +11,7 @@ from optpipe.errors import InputError, Issue
 from optpipe.export.launch import LaunchFiles
 from optpipe.export.launch.megatron import OFFLOAD_MODULES, group_size, lost_of_core
 from optpipe.export.launch.reading import Launch
-from optpipe.export.launch.text import config_json, header, script
+from optpipe.export.launch.text import all_lost, config_json, header, script
 
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -107,10 +107,10 @@ def files(launch: Launch) -> LaunchFiles:
     if architecture is None:
         detail = (
             f"is of model_type {launch.model.model_type!r}, which Megatron Bridge has no bridge for; it has "
-            f"{', '.join(ARCHITECTURES)}. Maybe --to megatron."
+            f"{', '.join(ARCHITECTURES)}."
         )
         raise InputError([Issue("model", "cannot_run", detail)])
-    lost = [*launch.lost_in_loops(runs), *lost_of_core(launch)]
+    lost = all_lost(launch, [*launch.lost_in_loops(runs), *lost_of_core(launch)])
     settings: dict[str, object] = {
         "seq_length": plan.sequence,
         "tensor_model_parallel_size": best.tp,

@@ -13,8 +13,8 @@ from optpipe.cluster.families import FAMILIES, Fields
 from optpipe.cluster.model import Model
 from optpipe.errors import InputError, Issue
 from optpipe.export.launch import LaunchFiles
-from optpipe.export.launch.reading import Launch, Pipeline
-from optpipe.export.launch.text import header, script
+from optpipe.export.launch.reading import Launch, Pipeline, Untimed
+from optpipe.export.launch.text import all_lost, header, script
 
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """Modules of a dense layer whose inputs can be offloaded: together nearly all of an activation."""
@@ -48,7 +48,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 def files(launch: Launch) -> LaunchFiles:
     """The script."""
     runs = launch.in_loops()
-    lost = [*launch.lost_in_loops(runs), *lost_of_core(launch), *_lost_of_model(launch)]
+    lost = all_lost(launch, [*launch.lost_in_loops(runs), *lost_of_core(launch), *_lost_of_model(launch)])
     command = ['"${MEGATRON:?is to be a checkout of Megatron-LM}/pretrain_gpt.py"']
     command += [*_parallel(launch, runs), *_batch(launch), *_model(launch), *_run(), '"$@"']
     # One queue keeps communication of tensor parallelism in order, but FSDP refuses it, and in it blocks hide nothing.
@@ -70,7 +70,7 @@ def _lost_of_model(launch: Launch) -> Iterator[str]:
     """Sentences on what of a model flags leave out here."""
     yield "model: flags state its shape; base of the rotary angles, epsilon of norms and the like are defaults"
     if len({layer.attention.window for layer in launch.model.layers}) > 1:
-        yield "windows: all layers have that of the first, where some slide and others do not"
+        yield Untimed("windows: all layers have that of the first, where some slide and others do not")
 
 
 def group_size(devices: int, microbatches: int) -> int | None:
@@ -113,10 +113,7 @@ def _batch(launch: Launch) -> Iterator[str]:
 def _model(launch: Launch) -> Iterator[str]:
     model, config = launch.model, launch.plan.config
     if model.model_type not in BUILT:
-        detail = (
-            f"is of model_type {model.model_type!r}, whose layers no flags of pretrain_gpt.py describe. Maybe --to "
-            "bridge or --to automodel, which build models from their config.json."
-        )
+        detail = f"is of model_type {model.model_type!r}, whose layers no flags of pretrain_gpt.py describe."
         raise InputError([Issue("model", "cannot_run", detail)])
     family = FAMILIES[model.model_type]
     fields = Fields(family.seen(config), "config")

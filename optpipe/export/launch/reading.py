@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import inf
+from math import inf, isclose
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
+from optpipe.cluster.costs import CostModel
+from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import Model, named_models, read_model
 from optpipe.cluster.rules import Rules
 from optpipe.cluster.strategy import Offload, Overlap, Precision, Recompute, Sharding, Strategy, Vocabulary
@@ -104,6 +106,7 @@ class PlanDocument(_Part):
     machine: str
     gpus_per_node: Size
     gpus: Size
+    software: str = ""
     sequence: Size
     global_batch: Size
     best: Best | None
@@ -124,6 +127,12 @@ class Pipeline:
     overlap: bool
     seconds: float
     recut: str = ""
+
+
+class Untimed(str):
+    """Sentence on what a trainer does otherwise than planned, and what it changes of a step's time is not predicted."""
+
+    __slots__ = ()
 
 
 def no_offload(why: str) -> Issue:
@@ -200,10 +209,30 @@ class Launch:
         return name if where == "config.json on the Hugging Face hub" else ""
 
     @property
-    def host_gpus(self) -> int:
-        """GPUs of a host."""
+    def _most_on_host(self) -> int:
+        """GPUs of a host, of those that the plan has."""
         node = self.plan.gpus_per_node
         return min(node if node <= LARGEST_HOST else GPUS_OF_A_TRAY, self.plan.gpus)
+
+    @property
+    def host_gpus(self) -> int:
+        """Processes of each host: as many everywhere, and whole groups of tensor parallelism if a host has room."""
+        equal = [count for count in range(1, self._most_on_host + 1) if self.plan.gpus % count == 0]
+        return max([count for count in equal if count % self.best.tp == 0] or equal)
+
+    def lost_on_hosts(self) -> Iterator[str]:
+        """Sentence on GPUs that are left over, since torchrun starts as many processes on every host."""
+        most, used, node = self._most_on_host, self.host_gpus, self.plan.gpus_per_node
+        if used == most:
+            return
+        sentence = (
+            f"hosts: {most - used} of the {most} GPUs of each are not used, since torchrun starts as many processes "
+            f"everywhere: {self.plan.gpus // used:,} hosts of {used}"
+        )
+        best, stage = self.best, self.plan.gpus // self.best.pp
+        neighbours = (best.tp, best.tp * best.cp, best.ep, stage, 2 * stage if best.pp > 1 else 1)
+        apart = node <= LARGEST_HOST and any(used < ranks <= node for ranks in neighbours)
+        yield Untimed(f"{sentence}; ranks that the plan has on one node are on several") if apart else sentence
 
     def title(self, cut: Sequence[int]) -> str:
         """Sentence on the job, with all degrees, cut so."""
@@ -233,8 +262,7 @@ class Launch:
             return self._checked(Pipeline(best.cut, order, recompute, offload, overlap, fixed.seconds))
         if published.schedule not in IN_LOOPS:
             detail = f"is {published.schedule}, and this trainer runs 1F1B and interleaved 1F1B alone. Maybe plan with "
-            detail += "--schedule 1f1b,interleaved-1f1b"
-            detail += ", or export --to torchtitan, which runs the plan's own order." if best.schedule_file else "."
+            detail += "--schedule 1f1b,interleaved-1f1b."
             raise InputError([Issue("best.published.schedule", "cannot_run", detail)])
         overlap, offload = best.overlap == "yes", best.offload == "yes"
         if offload and not offloads:
@@ -298,15 +326,48 @@ class Launch:
             detail = (
                 f"gives stage {stages.index([])} multi-token prediction alone, which this trainer does not cut off."
             )
-            maybe = " Maybe plan with --vocabulary last, or export --to megatron."
-            raise InputError([Issue("best.cut", "cannot_run", detail + maybe)])
+            raise InputError([Issue("best.cut", "cannot_run", f"{detail} Maybe plan with --vocabulary last.")])
         stages[-1].insert(-1, norm)
         return stages
+
+    def published_s(self, precision: Precision) -> float | None:
+        """Predicted seconds of the published schedule with products in this precision.
+
+        None unless the machine of that name gives the plan's own figure: a plan holds no rates of a user's own.
+        """
+        best, published = self.best, self.best.published
+        machine = named_machines().get(self.plan.machine)
+        if machine is None:
+            return None
+        one = replace(
+            self.strategy,
+            virtual=published.vpp,
+            schedule=published.schedule,
+            recompute=published.recompute,
+            vocabulary=best.vocabulary,
+        )
+
+        def seconds(precision: Precision) -> float:
+            costs = CostModel(self.model, machine.facts, replace(one, precision=precision), self.plan.sequence)
+            slowdowns = machine.efficiencies_of(precision, self.plan.software).slowdowns
+            return float(costs.step(self.plan.global_batch, slowdowns) @ slowdowns)
+
+        return seconds(precision) if isclose(seconds(best.precision), published.seconds) else None
+
+    def in_precision(self, precision: Precision, seconds: float, where: str) -> tuple[float, str]:
+        """Seconds of what runs with products in another precision than planned, `seconds` in that; and the sentence."""
+        products = "16 bits" if precision == "bf16" else precision.upper()
+        sentence = f"precision: products are in {products} in {where}, planned {self.best.precision}"
+        other = self.published_s(precision) if seconds == self.best.published.seconds else None
+        if other is None:
+            return seconds, Untimed(sentence)
+        step, planned = time_text(other * 1e6), time_text(seconds * 1e6)
+        return other, f"{sentence}: {step} a step by the cost model, the plan's {planned} ({other / seconds - 1:+.1%})"
 
     def lost_by_fsdp(self) -> Iterator[str]:
         """Sentence on FSDP2 of torch, where the plan divides the optimizer's states alone."""
         if self.best.sharding == "optimizer" and self.best.dp > 1:
-            yield (
+            yield Untimed(
                 "sharding: FSDP divides weights and gradients too, and gathers weights once a step: less memory than "
                 "planned, more traffic"
             )
@@ -322,9 +383,13 @@ class Launch:
             f"the plan's {planned} ({runs.seconds / best.seconds - 1:+.1%})"
         )
         if runs.cut != best.cut:
-            stages = count_text(len(runs.cut) // best.pp, "stage")
-            how = "even" if runs.cut[-1] > 1 else "even but for the output layer's own stage"
-            yield f"cut: {how}, with {stages} a device in place of the plan's {best.vpp}, since {runs.recut}"
+            how, virtual = (
+                "even" if runs.cut[-1] > 1 else "even but for the output layer's own stage",
+                len(runs.cut) // best.pp,
+            )
+            if virtual != best.vpp:
+                how += f", with {count_text(virtual, 'stage')} a device in place of the plan's {best.vpp}"
+            yield f"cut: {how}, since {runs.recut}"
         if best.overlap == "yes" and not runs.overlap:
             yield "overlap: no room for blocks in this order, so exchanges of experts are not hidden"
         moved = best.activations

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
-from optpipe.export.launch.reading import Launch
+from optpipe.export.launch.reading import Launch, Untimed
 from optpipe.units import time_text
 
 WIDTH = 118
 
 
+def all_lost(launch: Launch, lost: Iterable[str]) -> list[str]:
+    """Sentences on what is lost in a trainer, on its hosts, and on what of that the prediction does not count."""
+    every = [*lost, *launch.lost_on_hosts()]
+    planned = _untimed(every)
+    return [*every, f"time: predicted with {planned} as planned"] if planned else every
+
+
+def _untimed(lost: Iterable[str]) -> str:
+    """Names of what changes the time of a step by what is not predicted."""
+    return " and ".join(sentence.partition(":")[0] for sentence in lost if isinstance(sentence, Untimed))
+
+
 def header(launch: Launch, cut: Sequence[int], lost: Sequence[str], seconds: float) -> str:
     """Comments on the job, the predicted step, and what the trainer does not run of the plan."""
     lines = wrap(launch.title(cut), WIDTH)
-    lines.append(
-        f"Predicted for what this file starts: {time_text(seconds * 1e6)} a step, by formula; nothing was measured."
-    )
+    planned = _untimed(lost)
+    what = f"with {planned} as planned, which this file starts otherwise" if planned else "for what this file starts"
+    lines += wrap(f"Predicted {what}: {time_text(seconds * 1e6)} a step, by formula; nothing was measured.", WIDTH)
     if lost:
         lines.append("Lost against the plan:")
         for sentence in lost:
@@ -30,7 +42,7 @@ def script(launch: Launch, comments: str, before: Sequence[str], command: Sequen
 
     ``$folder`` is that of the script.
     """
-    hosts = -(-launch.plan.gpus // launch.host_gpus)
+    hosts = launch.plan.gpus // launch.host_gpus
     lines = [
         "#!/bin/sh",
         comments.rstrip("\n"),

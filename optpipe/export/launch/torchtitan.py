@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from optpipe.cluster.model import Model, load_model
+from optpipe.cluster.strategy import Precision
 from optpipe.errors import InputError, Issue
 from optpipe.export.launch import LaunchFiles
-from optpipe.export.launch.reading import Launch, no_offload
-from optpipe.export.launch.text import header, script
+from optpipe.export.launch.reading import Launch, Untimed, no_offload
+from optpipe.export.launch.text import all_lost, header, script
 
 CONFIGS: Mapping[str, str] = {
     "llama-3.1-8b": "llama3.llama3_8b",
@@ -66,7 +67,12 @@ def files(launch: Launch) -> LaunchFiles:
     cut, seconds = (best.cut, best.seconds) if planned else (best.published.cut, best.published.seconds)
     checkpoint = CHECKPOINTS["none" if planned else best.published.recompute]
     config = (IN_FP8 if best.precision == "fp8" else CONFIGS).get(model) or CONFIGS[model]
-    lost = [*_lost(launch, planned, in_fp8=config in IN_FP8.values())]
+    runs: Precision = "fp8" if config in IN_FP8.values() else "bf16"
+    lost = [*_lost(launch, planned)]
+    if runs != best.precision:
+        seconds, sentence = launch.in_precision(runs, seconds, "torchtitan's configuration of this model")
+        lost.append(sentence)
+    lost = all_lost(launch, lost)
     folder, _, function = config.partition(".")
     imports, made = [f"from torchtitan.models.{folder}.config_registry import {function}"], f"{function}()"
     if checkpoint != "None":
@@ -132,8 +138,7 @@ def _named(launch: Launch) -> str:
     found = next((name for name in CONFIGS if _shape(load_model(name)) == shape), None)
     if found is None:
         detail = (
-            f"is {launch.plan.model}, and torchtitan has no configuration of this shape: it has {', '.join(CONFIGS)}. "
-            "Maybe --to bridge or --to automodel, which build models from their config.json."
+            f"is {launch.plan.model}, and torchtitan has no configuration of this shape: it has {', '.join(CONFIGS)}."
         )
         raise InputError([Issue("model", "cannot_run", detail)])
     return found
@@ -160,19 +165,20 @@ def _refuse(launch: Launch) -> None:
         raise InputError([Issue(f"best.{field}", "cannot_run", detail)])
 
 
-def _lost(launch: Launch, planned: bool, *, in_fp8: bool) -> Iterator[str]:
+def _lost(launch: Launch, planned: bool) -> Iterator[str]:
     best = launch.best
     yield from launch.lost_by_fsdp()
-    if in_fp8 != (best.precision == "fp8"):
-        runs = "FP8" if in_fp8 else "16 bits"
-        yield f"precision: products are in {runs} in torchtitan's configuration of this model, planned {best.precision}"
     if launch.model.predicted_tokens:
-        yield f"layers of multi-token prediction ({launch.model.predicted_tokens}): this configuration has none"
+        yield Untimed(
+            f"layers of multi-token prediction ({launch.model.predicted_tokens}): this configuration has none"
+        )
     if not planned and best.schedule_file is not None:
         yield "schedule: a pipeline of one device has none here: activations are treated alike"
     if not planned and best.pp > 1:
         yield "schedule: those of torch need a torch newer than 2.13 in torchtitan 0.3 (its step takes other arguments)"
     if planned and best.overlap == "yes":
-        yield "overlap: the planned schedule runs the two ops of a block one after the other, so nothing is hidden"
+        yield Untimed(
+            "overlap: the planned schedule runs the two ops of a block one after the other, so nothing is hidden"
+        )
     if launch.has_experts and planned:
         yield "experts: nobody has run a planned schedule with experts in torchtitan yet"

@@ -110,7 +110,9 @@ def check_launch_files(client: Client, path: str, plan: dict[str, Any]) -> None:
         refused = client.get(f"{path}/export", params=wrong)
         assert (refused.status_code, part in refused.json()["detail"]) == (422, True), refused.text
     other = plan | {"config": plan["config"] | {"model_type": "olmo2"}}
-    with pytest.raises(HttpError, match=r"of the plan, model is of model_type 'olmo2'.* Maybe --to bridge") as raised:
+    with pytest.raises(
+        HttpError, match=r"of the plan, model is of model_type 'olmo2'.* Maybe --to automodel\."
+    ) as raised:
         launch(json.dumps(other).encode(), "megatron")
     assert [(fault.pointer, fault.code) for fault in raised.value.faults] == [("", "cannot_run")]
 

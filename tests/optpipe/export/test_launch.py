@@ -33,9 +33,11 @@ from solver.limits import Limits
 Plan = dict[str, Any]
 
 
-def planned(model: str = "llama-3.1-8b", gpus: int = 16, machine: str = "h100", **fixed: object) -> Plan:
+def planned(
+    model: str = "llama-3.1-8b", gpus: int = 16, machine: str = "h100", batch: int = 256, **fixed: object
+) -> Plan:
     """A plan by closed forms alone."""
-    job = Job(load_model(model), named_machines()[machine], 2048, 256, MEGATRON)
+    job = Job(load_model(model), named_machines()[machine], 2048, batch, MEGATRON)
     return plan_cluster(job, gpus, {name: [value] for name, value in fixed.items()}, Limits(0)).document()
 
 
@@ -206,7 +208,7 @@ def test_what_does_not_fit_is_cut_as_published() -> None:
     launched = launch_files(scheduled(LLAMA, UNEVEN, short_bytes=3 * 2**30), "megatron")
     assert arguments(launched)["--pipeline-model-parallel-layout"] == ["Et*4|(t*4|)*6t*4L"]
     why = "a device lacks 3.00 GiB with it in this order"
-    assert f"cut: even, with 2 stages a device in place of the plan's 2, since {why}" in launched.lost
+    assert f"cut: even, since {why}" in launched.lost
     assert launched.seconds == LLAMA["best"]["published"]["seconds"]
     assert launched.lost[-1].startswith("model: flags state its shape")
     header = re.sub(r"\n# +", " ", launched.files["launch.sh"])
@@ -306,6 +308,12 @@ def test_an_output_layer_in_a_stage_of_its_own() -> None:
             "is zb-h1, which torch has no name for. Maybe plan with a longer",
         ),
         ("bridge", planned("mixtral-8x7b", 64, pp=4), "model is of model_type 'mixtral', which Megatron Bridge has no"),
+        (
+            "automodel",
+            planned("gemma-2-9b", 8, pp=2),
+            "best.pp is 2, but tie_word_embeddings is true, and a matrix that embedding and head share is on one stage "
+            "there: at most 1. Maybe plan with --pp 1, or --to bridge.",
+        ),
         ("automodel", planned("qwen3-30b-a3b", 64, pp=4, tp=2), "best.tp is 2, but models with experts take tensor"),
         *(
             (trainer, SPREAD, "best.vocabulary is spread, but no trainer except optpipe train runs")
@@ -317,7 +325,7 @@ def test_an_output_layer_in_a_stage_of_its_own() -> None:
         ("bridge", FEW, "best.pp is 4, but a step has 2 microbatches, and interleaved 1F1B needs as many. Maybe plan"),
         ("automodel", LLAMA | {"best": None}, "best is null: no strategy of this plan fits. Maybe plan for more GPUs."),
         ("megatron", LLAMA | {"format": "optpipe.plan/2"}, "format"),
-        ("automodel", LEAVING, "best.offload is yes, but this trainer has none. Maybe plan with --offload no."),
+        ("automodel", LEAVING, "best.offload is yes, but this trainer has none. Maybe plan with --offload no, or "),
         (
             "torchtitan",
             LEAVING,
@@ -363,3 +371,54 @@ def test_hosts_of_a_rack_have_four_gpus() -> None:
     plan = planned("llama-3.1-70b", 128, "gb200", pp=2, dp=8, tp=8)
     assert Launch.of(plan).host_gpus == 4
     assert "--nproc-per-node 4 --nnodes 32" in launch_files(plan, "megatron").files["launch.sh"]
+
+
+@pytest.mark.parametrize(("gpus", "tp", "hosts", "each"), [(12, 4, 3, 4), (20, 2, 5, 4), (20, 1, 4, 5), (6, 2, 1, 6)])
+def test_every_host_starts_as_many_processes(gpus: int, tp: int, hosts: int, each: int) -> None:
+    """Together the plan's GPUs, where these are no multiple of a node's eight."""
+    plan = planned(gpus=gpus, batch=60, tp=tp, pp=1, cp=1, microbatch_size=1)
+    for trainer in TRAINERS:
+        launched = launch_files(plan, trainer)
+        assert f"--nproc-per-node {each} --nnodes {hosts} " in launched.files["launch.sh"]
+        said = any(f"{8 - each} of the 8 GPUs of each are not used" in sentence for sentence in launched.lost)
+        assert said == (hosts > 1)
+
+
+def test_ranks_that_no_host_has_room_for_are_not_in_the_prediction() -> None:
+    plan = planned(gpus=12, tp=4, cp=1, pp=3, vpp=1)
+    launched = launch_files(plan, "megatron")
+    assert "--nproc-per-node 4 --nnodes 3" in launched.files["launch.sh"]
+    assert launched.lost[-1] == "time: predicted with hosts as planned"
+    assert "Predicted with hosts as planned" in launched.files["launch.sh"]
+
+
+def test_the_prediction_is_of_the_products_that_run() -> None:
+    """What torchtitan runs in other precision has the time of that, unless nobody knows the machine."""
+    fixed: dict[str, Any] = {"tp": 8, "pp": 1, "microbatch_size": 2, "sharding": "fsdp"}
+    for model, other in (("llama-3.1-70b", "fp8"), ("llama-3.1-405b", "bf16")):
+        both = {one: planned(model, 64 if other == "fp8" else 512, precision=one, **fixed) for one in ("bf16", "fp8")}
+        seconds = {one: both[one]["best"]["seconds"] for one in both}
+        runs = "bf16" if other == "fp8" else "fp8"
+        launched = launch_files(both[other], "torchtitan")
+        assert launched.seconds == pytest.approx(seconds[runs], rel=1e-9)
+        assert launched.seconds != pytest.approx(seconds[other], rel=0.01)
+        assert "Predicted for what this file starts" in launched.files["launch.sh"]
+        own = launch_files(both[other] | {"machine": "ours"}, "torchtitan")
+        assert own.seconds == seconds[other]
+        assert own.lost[-1] == "time: predicted with precision as planned"
+        assert "for what this file starts" not in own.files["launch.sh"]
+
+
+def test_advice_names_trainers_that_take_the_plan() -> None:
+    own = LLAMA | {"model": "ours", "config": LLAMA["config"] | {"model_type": "llama4_text"}}
+    for plan, takers in ((own, ["automodel"]), (own | {"config": own["config"] | {"tie_word_embeddings": True}}, [])):
+        for trainer in TRAINERS:
+            if trainer in takers:
+                assert launch_files(plan, trainer).files
+                continue
+            with pytest.raises(InputError) as caught:
+                launch_files(plan, trainer)
+            advice = caught.value.issues[0].detail.partition(" Maybe ")[2]
+            named = re.findall(r"--to (\w+)", advice)
+            assert advice
+            assert named == takers if takers or trainer == "automodel" else "another plan for --to automodel" in advice
