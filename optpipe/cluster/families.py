@@ -68,7 +68,9 @@ class Family:
     sinks: bool = False
     """One more score for each head."""
     positions: int = 0
-    """Rows of a learned embedding of positions."""
+    """Rows of a learned embedding of positions that tokens have."""
+    padding_positions: int = 0
+    """Further rows of it, which no token of a full sequence has."""
     embedding_norm: bool = False
     final_norm: bool = True
     windows: Literal["all", "even", "early", "late", "most"] = "all"
@@ -154,7 +156,7 @@ def _opt(row: Family, fields: Fields) -> Family:
     bias, before = fields.flag("enable_bias", True), fields.flag("do_layer_norm_before", True)
     return replace(
         row,
-        positions=fields.size("max_position_embeddings", 2048) + 2,  # the class keeps two rows for padding
+        positions=fields.size("max_position_embeddings", 2048),
         attention_bias=bias,
         mlp_bias=bias,
         final_norm=before and not fields.flag("_remove_final_layer_norm", False),
@@ -308,6 +310,7 @@ FAMILIES: Mapping[str, Family] = {
         _GPT,
         reads=_GPT.reads | {"word_embed_proj_dim", "layer_norm_elementwise_affine"},
         absent={"intermediate_size": 3072},
+        padding_positions=2,
         of=_opt,
     ),
 }

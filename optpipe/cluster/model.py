@@ -104,6 +104,8 @@ class Model:
     """Parameters of tokens, positions, projections and norms in front of the first layer."""
     head_parameters: int
     """Parameters of the last norm, and of the matrix unless it is tied."""
+    positions: int = 0
+    """Positions that are learned, more than which no sequence has; 0 where none are: rotary ones have no limit."""
     prediction_layers: tuple[Layer, ...] = ()
     """Layers of multi-token prediction behind the last one. Embedding and head are shared with them."""
     assumptions: tuple[str, ...] = ()
@@ -312,7 +314,8 @@ class _Reader:
         layers = tuple(self._layer(index) for index in range(count))
         tied = fields.flag("tie_word_embeddings", family.tied)
         width = fields.size("word_embed_proj_dim", h)
-        embedding = vocabulary * width + fields.size("learned_positions", family.positions, least=0) * h
+        positions = fields.size("learned_positions", family.positions, least=0)
+        embedding = vocabulary * width + (positions + family.padding_positions) * h
         embedding += self.norm_parameters if family.embedding_norm else 0
         head = (0 if tied else vocabulary * width) + (self.norm_parameters if family.final_norm else 0)
         if width != h:  # projections behind the embedding and in front of the head
@@ -333,6 +336,7 @@ class _Reader:
             tied=tied,
             embedding_parameters=embedding,
             head_parameters=head,
+            positions=positions,
             prediction_layers=(prediction,) * predicted,
             assumptions=tuple(self.assumptions),
             config=self.config,

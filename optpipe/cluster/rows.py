@@ -158,6 +158,8 @@ def _row(name: str, cells: Mapping[str, str], models: Mapping[str, Mapping[str, 
         raise _RefusedError(f"global_batch {global_batch} is no multiple of dp x microbatch = {each}")
     if seconds is None and tokens_per_s:
         seconds = global_batch * sequence / gpus / tokens_per_s
+    if seconds is None and 0 < model.positions < sequence:  # one that was measured had as many
+        raise _RefusedError(f"sequence {sequence} is longer than the {model.positions} learned positions of the model")
     virtual = max(1, reader.size("vpp", 1))
     if expert > 1 and not any(layer.feed_forward.experts for layer in model.layers):
         expert = expert_tensor = 1

@@ -106,6 +106,14 @@ class Rules:
             legal = nearest(value, self._degrees[name].legal)
             yield Issue(name, "illegal", f"is {value:,} but {' and '.join(broken)}. Maybe {legal}.")
 
+    def of_sequence(self) -> Iterator[Issue]:
+        """The rule that a sequence breaks whatever the strategy is."""
+        if 0 < self.model.positions < self.sequence:
+            detail = f"is {self.sequence:,} but {self.model.name} learns {self.model.positions:,} positions."
+            yield Issue(
+                "sequence", "too_long", f"{detail} Maybe {self.model.positions:,}, or a model with rotary ones."
+            )
+
     def require(self, one: Strategy) -> None:
         """Raise InputError with every rule that a strategy breaks, and the nearest legal values."""
         if faults := list(self.faults(one)):
@@ -113,6 +121,7 @@ class Rules:
 
     def faults(self, one: Strategy) -> Iterator[Issue]:
         """Every rule that a strategy breaks. What has a degree that is illegal by itself is not judged further."""
+        yield from self.of_sequence()
         wrong: set[str] = set()
         shared = one.gpus_of_replica
         derived = shared * one.data != self.gpus

@@ -365,7 +365,8 @@ def plan_cluster(
     job.require_rates(fixed.get("precision", ()), offload="yes" in fixed.get("offload", ()))
     rules = job.rules(gpus)
     degrees = [(name, value) for name in AXES for value in fixed.get(name, ())]
-    if faults := [fault for name, value in degrees for fault in rules.of_degree(name, value)]:
+    of_degrees = (fault for name, value in degrees for fault in rules.of_degree(name, value))
+    if faults := [*rules.of_sequence(), *of_degrees]:
         raise InputError(faults)
     ratings: list[Rated] = []
     complete, said = True, time.perf_counter()

@@ -59,7 +59,10 @@ class PlanRequest(Document):
             raise InputError(issues) from None
         machine = self._machine()
         software = require_software(self.software, machine.measured_software, "software")
-        return Job(model, machine, self.sequence, self.global_batch, software, self.software)
+        job = Job(model, machine, self.sequence, self.global_batch, software, self.software)
+        if faults := [*job.rules(self.gpus).of_sequence()]:
+            raise InputError(faults)
+        return job
 
     def allowed(self) -> Fixed:
         """Allowed values by option, checked. Raises InputError."""

@@ -107,7 +107,7 @@ def _parallel(launch: Launch, runs: Pipeline) -> Iterator[str]:
 def _batch(launch: Launch) -> Iterator[str]:
     plan = launch.plan
     yield f"--micro-batch-size {launch.best.microbatch_size} --global-batch-size {plan.global_batch}"
-    yield f"--seq-length {plan.sequence} --max-position-embeddings {plan.sequence}"
+    yield f"--seq-length {plan.sequence} --max-position-embeddings {launch.model.positions or plan.sequence}"
 
 
 def _model(launch: Launch) -> Iterator[str]:
@@ -134,8 +134,7 @@ def _model(launch: Launch) -> Iterator[str]:
         yield f"--kv-channels {attention.query_key_width}"
     if attention.window:
         yield f"--window-size {attention.window - 1},0"
-    learned = fields.size("learned_positions", family.positions, least=0) > 0 or model.model_type == "gpt2"
-    yield f"--position-embedding-type {'learned_absolute' if learned else 'rope'}"
+    yield f"--position-embedding-type {'learned_absolute' if model.positions else 'rope'}"
     yield f"--normalization {'LayerNorm' if family.norm == 'layer' else 'RMSNorm'}"
     if fields.flag("gated", family.gated):
         yield "--swiglu"

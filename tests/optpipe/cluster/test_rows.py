@@ -48,6 +48,10 @@ def test_time_follows_from_tokens(tmp_path: Path) -> None:
         ("a,llama-3.1-8b,h100,8,,8,1,1,1,,1,,,", "sequence is not stated"),
         ("a,llama-3.1-8b,h100,8,8192,12,1,1,1,,1,,,", "global_batch 12 is no multiple of dp x microbatch = 8"),
         ("a,llama-3.1-8b,h100,8,8192,8,1,1,1,,1,,,lora", "task 'lora' does not train all parameters"),
+        (
+            "a,gpt2-xl,h100,8,4096,8,1,1,1,,,,,",
+            "sequence 4096 is longer than the 1024 learned positions of the model",
+        ),
         ("a,llama-3.1-8b,h100,1.5,8192,8,1,1,1,,1,,,", "gpus is 1.5, which is no whole number"),
         ("a,llama-3.1-8b,h100,8,8192,8,1,two,1,,1,,,", "tp is 'two', but must be a number between 0 and 1,000,000,000"),
         (
@@ -63,6 +67,11 @@ def test_time_follows_from_tokens(tmp_path: Path) -> None:
 def test_what_cannot_be_predicted_is_skipped_with_the_reason(tmp_path: Path, line: str, reason: str) -> None:
     rows, skipped = read(tmp_path, line)
     assert (rows, skipped) == ([], [Skipped("a", reason)])
+
+
+def test_a_measured_row_had_the_positions(tmp_path: Path) -> None:
+    rows, skipped = read(tmp_path, "a,gpt2-xl,h100,8,4096,8,1,1,1,,1,,,")
+    assert ([row.sequence for row in rows], skipped) == ([4096], [])
 
 
 def test_a_file_that_is_no_table(tmp_path: Path) -> None:

@@ -79,6 +79,16 @@ def test_the_degree_that_was_chosen_is_named(strategy: Strategy, sequence: int, 
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(("name", "most"), [("gpt2-xl", 1024), ("gpt-3-175b", 2048), ("llama-2-7b", 0)])
+def test_learned_positions_are_the_longest_sequence(name: str, most: int) -> None:
+    def said(sequence: int) -> list[str]:
+        return [str(fault) for fault in Rules(load_model(name), 8, 8, sequence, 64).faults(Strategy(data=8))]
+
+    assert said(most or 2**20) == []
+    expected = f"sequence is {2 * most:,} but {name} learns {most:,} positions. Maybe {most:,}, or a model with rotary"
+    assert [text.startswith(expected) for text in said(2 * most or 2**21)] == [True] * (most > 0)
+
+
 def test_stages_of_multi_token_prediction_count() -> None:
     with pytest.raises(InputError) as caught:
         Rules(load_model("deepseek-v3"), 65, 8, 4096, 65).require(Strategy(pipeline=65))

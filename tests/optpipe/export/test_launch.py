@@ -37,7 +37,8 @@ def planned(
     model: str = "llama-3.1-8b", gpus: int = 16, machine: str = "h100", batch: int = 256, **fixed: object
 ) -> Plan:
     """A plan by closed forms alone."""
-    job = Job(load_model(model), named_machines()[machine], 2048, batch, MEGATRON)
+    read = load_model(model)
+    job = Job(read, named_machines()[machine], min(2048, read.positions or 2048), batch, MEGATRON)
     return plan_cluster(job, gpus, {name: [value] for name, value in fixed.items()}, Limits(0)).document()
 
 
@@ -150,6 +151,17 @@ def test_megatron_gets_all_sizes() -> None:
     experts = arguments(launch_files(EXPERTS, "megatron"))
     assert (experts["--expert-model-parallel-size"], experts["--mtp-num-layers"]) == (["32"], ["1"])
     assert experts["--moe-layer-freq"] == ["([0]*3+[1]*58)"]
+
+
+def test_learned_positions_are_those_of_the_model() -> None:
+    """However short the sequence, and rotary angles need as many as that."""
+    flags = arguments(launch_files(planned("gpt2-xl", 8, pp=1, tp=1) | {"sequence": 512}, "megatron"))
+    assert (flags["--seq-length"], flags["--max-position-embeddings"]) == (["512"], ["1024"])
+    assert flags["--position-embedding-type"] == ["learned_absolute"]
+    flags = arguments(launch_files(LLAMA, "megatron"))
+    assert (flags["--max-position-embeddings"], flags["--position-embedding-type"]) == (["2048"], ["rope"])
+    with pytest.raises(InputError, match="sequence is 4,096 but gpt2-xl learns 1,024 positions"):
+        launch_files(planned("gpt2-xl", 8, pp=1, tp=1) | {"sequence": 4096}, "megatron")
 
 
 def test_multi_token_prediction_stays_where_the_trainer_has_it() -> None:
