@@ -72,5 +72,5 @@ def _advised(issue: Issue, others: Sequence[str]) -> Issue:
     detail, maybe, advice = issue.detail.rstrip(".").partition(" Maybe ")
     if not (maybe or others):  # it refuses the model: this one builds all that have a config.json
         others = ["another plan for --to automodel, which says what it needs"]
-    ways = [*([advice] if maybe else []), *([" or ".join(others)] if others else [])]
-    return Issue(issue.loc, issue.code, f"{detail.rstrip('.')}. Maybe {', or '.join(ways)}.")
+    choices = [*([advice] if maybe else []), *([" or ".join(others)] if others else [])]
+    return Issue(issue.loc, issue.code, f"{detail.rstrip('.')}. Maybe {', or '.join(choices)}.")

@@ -168,6 +168,7 @@ FACTS = MACHINE["facts"]
         ({"machine": "/dev/zero"}, "/machine", "no known machine"),
         ({"machine": MACHINE | {"facts": FACTS | {"link_bytes_per_s": -1}}}, "/machine/facts/link_bytes_per_s", "-1"),
         ({"machine": MACHINE | {"facts": FACTS | {"gpus_per_node": 0}}}, "/machine/facts/gpus_per_node", "0"),
+        ({"model": "gpt2-xl"}, "/sequence", "is 4,096 but gpt2-xl learns 1,024 positions"),
         ({"sequence": 0}, "/sequence", "greater than or equal to 1"),
         ({"global_batch": 10**9}, "/global_batch", "1000000"),
         ({"fixed": {"pq": 4}}, "/fixed/pq", "these are tp, cp,"),
