@@ -225,22 +225,15 @@ def _chosen(problem: Problem, mode: str) -> list[Variant] | None:
     return chosen
 
 
-def _placing(problem: Problem) -> str:
-    """The name of the schedule by which torchtitan places stages so, whichever order it runs. Raises InputError."""
+def _placing(problem: Problem) -> str | None:
+    """The name of the schedule by which torchtitan places stages so, whichever order it runs; None if by none."""
     p, at = len(problem.devices), tuple(stage.device for stage in problem.stages)
     known = {
         "1F1B": placement("linear", p, 1),
         "Interleaved1F1B": placement("interleaved", p, max(2, len(at) // p)),
         "ZBVZeroBubble": placement("v", p, 2),
     }
-    name = next((name for name, places in known.items() if places == at), None)
-    if name is None:
-        detail = (
-            "is placed as torchtitan does not: it runs one stage a device, chunks in a loop, or two along a V. Maybe "
-            "train with PlannedSchedule."
-        )
-        raise InputError([Issue(("problem", "stages"), "placement", detail)])
-    return name
+    return next((name for name, places in known.items() if places == at), None)
 
 
 def _torch_takes_microbatches(problem: Problem) -> bool:
@@ -262,8 +255,15 @@ def _compute_orders(problem: Problem, planned: Orders, trainer: Trainer) -> Iter
         with suppress(MethodError):
             built_in = [list(device.compute) for device in make(problem).devices]
             break
+    placing = _placing(problem)
     if trainer == "torchtitan":
-        name = f"--parallelism.pipeline_parallel_schedule {_placing(problem)}"
+        if placing is None:
+            detail = (
+                "is placed as torchtitan does not: it runs one stage a device, chunks in a loop, or two along a V. "
+                "Maybe train with PlannedSchedule."
+            )
+            raise InputError([Issue(("problem", "stages"), "placement", detail)])
+        name = f"--parallelism.pipeline_parallel_schedule {placing}"
         own = [
             [op._replace(kind=PLAIN_BACKWARD.get(op.kind, op.kind)) for op in device.compute if op.kind != "C"]
             for device in planned.devices
@@ -274,10 +274,8 @@ def _compute_orders(problem: Problem, planned: Orders, trainer: Trainer) -> Iter
     elif built_in is not None:
         yield [], built_in
     else:
-        detail = (
-            "is placed as Megatron-LM does not: it runs one stage a device, or chunks in a loop. Maybe use "
-            "--to torchtitan."
-        )
+        maybe = "train with PlannedSchedule" if placing is None else "use --to torchtitan"
+        detail = f"is placed as Megatron-LM does not: it runs one stage a device, or chunks in a loop. Maybe {maybe}."
         raise InputError([Issue(("problem", "stages"), "placement", detail)])
 
 

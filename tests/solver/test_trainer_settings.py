@@ -193,11 +193,12 @@ def test_torchtitan_places_stages_by_the_name_of_a_schedule(given: Schedule, nam
     assert all(flag in one.settings for one in nearest_settings(given, "torchtitan"))
 
 
-def test_torchtitan_has_no_other_placements() -> None:
+@pytest.mark.parametrize(("trainer", "name"), [("torchtitan", "torchtitan"), ("megatron", "Megatron-LM")])
+def test_trainers_have_no_other_placements(trainer: Trainer, name: str) -> None:
     data = looped(2, 2, 4).to_data()
     data["stages"] = [stage | {"device": device} for stage, device in zip(data["stages"], (0, 0, 1, 1), strict=True)]
-    with pytest.raises(InputError, match=r"stages is placed as torchtitan does not: .* Maybe train with Planned"):
-        nearest_settings(solve(Problem.from_data(data), "ada-offload"), "torchtitan")
+    with pytest.raises(InputError, match=rf"stages is placed as {name} does not: .* Maybe train with Planned"):
+        nearest_settings(solve(Problem.from_data(data), "ada-offload"), trainer)
 
 
 @pytest.mark.parametrize(("devices", "chunks", "microbatches", "takes"), [(4, 1, 3, 0), (4, 2, 9, 0), (4, 2, 10, 1)])
