@@ -23,6 +23,7 @@ from optpipe.cli.console import (
     stdout,
     table,
 )
+from optpipe.cli.plan_cluster import DEFAULT_SEQUENCE, Question, plan_model
 from optpipe.cli.plan_layouts import SHOWN, layout_document, print_layouts, progress_printer
 from optpipe.cli.plan_why import AskedLayout
 from optpipe.cli.solve import TimeLimit
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 MOST_ORDER = 64
 """Most microbatches whose order is printed; the schedule has all."""
 
-DEFAULT_MACHINE, DEFAULT_SEQUENCE = "h100", 4096
-"""GPUs, and tokens of a sequence, of a cluster plan that names none."""
+DEFAULT_MACHINE = "h100"
+"""GPUs of a cluster plan that names none."""
 
 MAX_DIGITS = 7
 """Digits of the largest global batch."""
@@ -197,7 +198,12 @@ def command(
     ] = None,
     sequence: Annotated[
         int | None,
-        typer.Option(min=1, max=2**24, help=f"Tokens; default: {DEFAULT_SEQUENCE}.", rich_help_panel=CLUSTER),
+        typer.Option(
+            min=1,
+            max=2**24,
+            help=f"Tokens; default: {DEFAULT_SEQUENCE}, or fewer where the model learns fewer positions.",
+            rich_help_panel=CLUSTER,
+        ),
     ] = None,
     tp: Allowed = None,
     cp: Allowed = None,
@@ -281,8 +287,6 @@ def command(
         "overlap": None if overlap is Tried.BOTH else overlap.value,
     }
     if gpus is not None:
-        from optpipe.cli.plan_cluster import Question, plan_model
-
         of_layers = {
             "--devices": devices,
             "--microbatch-sizes": microbatch_sizes,
@@ -302,7 +306,7 @@ def command(
             layers,
             gpus,
             machine or DEFAULT_MACHINE,
-            sequence or DEFAULT_SEQUENCE,
+            sequence,
             global_batch,
             software or "",
             fixed,

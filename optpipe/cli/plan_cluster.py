@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from solver.layout.cluster_plan import Plan
     from solver.layout.strategies import Rated, Rater
 
+DEFAULT_SEQUENCE = 4096
+"""Tokens of a sequence where none are asked for, or fewer where the model learns fewer positions."""
 SHOWN, FIRST = 12, 5
 """Most strategies in the table at the end, and in the first one."""
 TIGHT_SHARE = 0.05
@@ -47,7 +49,7 @@ class Question:
     model: str
     gpus: int
     machine: str
-    sequence: int
+    sequence: int | None
     global_batch: int
     software: str
     fixed: Mapping[str, str | None]
@@ -85,10 +87,11 @@ def plan_model(question: Question, time_limit: float, workers: int | None, outpu
         make_folder(output)
         _check_folder(output)
     machine = Machine.load(question.machine).with_margin(question.memory_margin)
+    model = load_model(question.model)
     job = Job(
-        load_model(question.model),
+        model,
         machine,
-        question.sequence,
+        question.sequence or min(DEFAULT_SEQUENCE, model.positions or DEFAULT_SEQUENCE),
         question.global_batch,
         require_software(question.software, machine.measured_software, "--software"),
         question.software,

@@ -79,6 +79,12 @@ def test_a_plan_that_is_missing_is_named_before_the_output(cli: Cli, tmp_path: P
         assert (run.code, "nosuch: cannot be read: No such file" in run.err) == (2, True), run.err
 
 
+def test_sequences_are_no_longer_than_the_positions_by_default(cli: Cli) -> None:
+    job = ("--gpus", 8, "--global-batch", 64, "--time-limit", 0.1, "--json")
+    found = [cli("plan", model, *job).document["sequence"] for model in ("gpt2-xl", "llama-3.1-8b")]
+    assert found == [1024, 4096]
+
+
 def test_what_a_strategy_loses(cli: Cli) -> None:
     run = cli("plan", *JOB, "--time-limit", 0.5, "--why", "tp=8,pp=2")
     assert run.code == 0
