@@ -75,8 +75,7 @@ class _Builder:
         self.costs = CostModel(model, machine.facts, strategy, sequence)
         self.memory = MemoryModel(model, strategy, sequence, 1, software)
         self.software = software
-        tokens = self.costs.tokens / (strategy.tensor if strategy.sequence_parallel else 1)
-        self.message_bytes = ceil(tokens * model.hidden * BF16_BYTES)
+        self.message_bytes = self.memory.message_bytes
 
     def profile(self) -> LayerProfile:
         """The profile."""
@@ -123,7 +122,7 @@ class _Builder:
         parts = self.costs.layer(layer)
         passes = parts.passes.times(SLOWED) if self.strategy.vocabulary == "spread" else parts.passes
         held = self.memory.layer(layer)
-        operands = min(held, self.memory.weight_operands(layer))
+        operands = self.memory.held_weight_operands(layer)
         dense, expert = self.memory.parameters(layer)
         one = self.strategy
         own: dict[str, object] = {"offload_bytes": ceil(held)}
@@ -156,12 +155,6 @@ class _Builder:
         }
         return self._layer("decoder layer", count, passes, held, operands, dense + copied, expert, **own)
 
-    @property
-    def _logits_bytes(self) -> float:
-        elements = self.costs.tokens * self.model.vocabulary
-        elements /= self.strategy.tensor if self.software.logits_divided else 1
-        return elements * (BF16_BYTES + self.software.loss_bytes)
-
     def _spread_head(self) -> SpreadHead:
         costs, devices = self.costs.spread_head(), self.strategy.pipeline
         return SpreadHead(
@@ -171,14 +164,12 @@ class _Builder:
             fixed_us=self._us(costs.weights, "launch"),
             broadcast_us=self._us(work(pipeline=costs.broadcast_s)),
             reduce_us=self._us(work(pipeline=costs.reduce_s)),
-            kept_bytes=ceil(self._logits_bytes / devices + self.memory.pass_operand_bytes),
+            kept_bytes=ceil(self.memory.spread_bytes),
             parameter_bytes=ceil(self._state_bytes(self.memory.head_parameters / devices, 0)),
         )
 
     def _head(self, passes: Passes) -> Layer:
-        tokens = 1 + self.model.predicted_tokens
-        held, operands = tokens * (self.message_bytes + self._logits_bytes), tokens * self.message_bytes
-        return self._layer("head and loss", 1, passes, held, operands, self.memory.head_parameters, 0)
+        return self._layer("head and loss", 1, passes, *self.memory.head, self.memory.head_parameters, 0)
 
     def _us(self, done: Work, only: str | None = None) -> float:
         terms = done * self.slowdowns

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from optpipe.cluster.costs import BF16_BYTES
 from optpipe.cluster.model import Layer, Model
 from optpipe.cluster.software import MEGATRON, Software
-from optpipe.cluster.strategy import Strategy, layers_on_devices
+from optpipe.cluster.strategy import Strategy, layers_in_stages, layers_on_devices
 
 GIB = 2**30
 OFFLOADED_CHUNKS = 3
@@ -55,6 +55,19 @@ class _Kinds(NamedTuple):
     expert: NDArray[np.float64]
     kept: NDArray[np.float64]
     backward: NDArray[np.float64]
+
+
+class StageBytes(NamedTuple):
+    """Bytes of a microbatch on each stage: shape (stages,)."""
+
+    kept: NDArray[np.float64]
+    """From F to B."""
+    operands: NDArray[np.float64]
+    """From B to W, where they are apart."""
+    gathered: NDArray[np.float64]
+    """While an op runs."""
+    backward: NDArray[np.float64]
+    """While a backward runs."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +179,47 @@ class MemoryModel:
             rows = self.tokens / tensor * inner * feed_forward.width
         again = self._kept(layer, True) if self.strategy.recompute == "full" else 0.0
         return again + 4 * max(matrix, layer.joining_products / tensor) + BF16_BYTES * rows
+
+    def held_weight_operands(self, layer: Layer) -> float:
+        """Bytes of `weight_operands` of which no more is there than the layer keeps."""
+        return min(self.layer(layer), self.weight_operands(layer))
+
+    @property
+    def logits_bytes(self) -> float:
+        """Bytes of a token's logits and of what the loss makes of them, in a microbatch."""
+        elements = self.tokens * self.model.vocabulary
+        elements /= self.strategy.tensor if self.software.logits_divided else 1
+        return elements * (BF16_BYTES + self.software.loss_bytes)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the output of a layer."""
+        return ceil(self._hidden_tokens * self.model.hidden * BF16_BYTES)
+
+    @property
+    def head(self) -> tuple[float, float]:
+        """Bytes that the output layer keeps of a microbatch from F to B, with the loss, and from B to W."""
+        tokens = 1 + self.model.predicted_tokens
+        return tokens * (self.message_bytes + self.logits_bytes), tokens * self.message_bytes
+
+    @property
+    def spread_bytes(self) -> float:
+        """Bytes that each device keeps of a microbatch from S to T where the output layer's rows lie on all."""
+        return self.logits_bytes / self.strategy.pipeline + self.pass_operand_bytes
+
+    def stages(self) -> StageBytes:
+        """Bytes of each stage, as a profile of the layers has them: each layer's rounded up."""
+        counts, layers = layers_in_stages(self.strategy, self.model), self.model.distinct_layers
+        operands = np.array([self.held_weight_operands(layer) for layer in layers])
+        gathered = np.array([self.gathered(layer) for layer in layers])
+        backward = gathered + self._kinds.backward
+        kept, operands = (np.asarray(counts @ np.ceil(sizes), np.float64) for sizes in (self._kinds.kept, operands))
+        if self.strategy.vocabulary != "spread":
+            for sizes, held in zip((kept, operands), self.head, strict=True):
+                sizes[-1] += ceil(held)
+        there = counts > 0
+        most = (np.ceil(np.where(there, sizes, 0.0)).max(1) for sizes in (gathered, backward))
+        return StageBytes(kept, operands, *most)
 
     @property
     def pass_operand_bytes(self) -> float:

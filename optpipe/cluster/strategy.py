@@ -132,10 +132,15 @@ class Strategy:
         return tuple(sizes)
 
 
+def layers_in_stages(strategy: Strategy, model: Model) -> NDArray[np.int64]:
+    """How many layers of each distinct kind each stage has: shape (stages, kinds)."""
+    ends = np.cumsum((0, *strategy.layers_of_stages(model)))
+    return np.asarray(np.diff(model.layers_before[ends], axis=0))
+
+
 def layers_on_devices(strategy: Strategy, model: Model) -> NDArray[np.int64]:
     """How many layers of each distinct kind each device of the pipeline has: shape (p, kinds)."""
-    ends = np.cumsum((0, *strategy.layers_of_stages(model)))
-    chunks = np.diff(model.layers_before[ends], axis=0).reshape(strategy.virtual, strategy.pipeline, -1)
+    chunks = layers_in_stages(strategy, model).reshape(strategy.virtual, strategy.pipeline, -1)
     if strategy.is_v_shaped:
         chunks = np.stack([chunks[0], chunks[1, ::-1]])
     return np.asarray(chunks.sum(0))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optpipe.cluster.costs import CostModel, CostModels, Work
 from optpipe.cluster.layers import strategy_layers, strategy_partition
@@ -22,11 +23,16 @@ from optpipe.cluster.software import Software
 from optpipe.cluster.strategy import Precision, Strategy
 from optpipe.errors import InfeasibleError, InputError, Issue, MethodError, NoSolutionError
 from optpipe.memory import planned_memory
+from optpipe.ops import Orders
 from optpipe.partition import Batching, build_problem
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
+from solver.build import peak_budgets
+from solver.layout.peaks import COUNTED, enough_microbatches, held_in, peak_bytes
+from solver.layout.peaks import Held as InOrder
 from solver.limits import Limits
+from solver.methods import METHODS, published_orders
 from solver.solution import Solution
 from solver.solve import solve
 
@@ -124,7 +130,7 @@ class Job:
         if strategy.offload == "no":
             return 0.0
         m = strategy.microbatches(self.global_batch)
-        memory = MemoryModel(self.model, strategy, self.sequence, m, self.software)
+        memory = self.memory(strategy)
         copy_s = memory.activations() / self.machine.facts.host_rate
         passes = self.costs(strategy).devices() @ self.slowdowns(strategy)
         in_flight = np.array([memory.in_flight(device) for device in range(strategy.pipeline)])
@@ -136,23 +142,58 @@ class Job:
         """Median error of predictions on the machine; None where nothing was measured on it."""
         return self.machine.efficiencies_of(strategy.precision, self.software_name).median_error
 
-    def held(self, strategy: Strategy) -> list[Held]:
-        """Memory of each device of the pipeline by the closed form of its schedule."""
+    def memory(self, strategy: Strategy) -> MemoryModel:
+        """Memory of the model under a strategy."""
         m = strategy.microbatches(self.global_batch)
-        return MemoryModel(self.model, strategy, self.sequence, m, self.software).devices()
+        return MemoryModel(self.model, strategy, self.sequence, m, self.software)
+
+    def held(self, strategy: Strategy) -> list[Held]:
+        """Memory of each device of the pipeline at the peak of its schedule.
+
+        Where blocks hide exchanges, or all activations leave, it is that of the closed form.
+        """
+        memory = self.memory(strategy)
+        devices = memory.devices()
+        if strategy.overlap == "yes" or strategy.offload == "yes":
+            return devices
+        peaks = self._peaks(strategy, memory).tolist()
+        return [
+            replace(held, activations=peak - held.logits - held.transient)
+            for held, peak in zip(devices, peaks, strict=True)
+        ]
+
+    def _peaks(self, strategy: Strategy, memory: MemoryModel) -> NDArray[np.float64]:
+        """Most bytes of activations on each device in the order of the strategy's schedule."""
+        name, m = strategy.schedule, strategy.microbatches(self.global_batch)
+        if name not in COUNTED:
+            return np.array(peak_budgets(*_published_orders(self, strategy)), np.float64)
+        m = enough_microbatches(name, strategy.pipeline, m)
+        key = (name, strategy.pipeline, strategy.virtual, m)
+        if key not in self._orders:
+            problem = self.problem(strategy, budgets=False, microbatches=m)
+            assert problem is not None, "only budgets can be too small"
+            self._orders[key] = held_in(problem, published_orders(METHODS[name], problem))
+        return peak_bytes(self._orders[key], memory.stages(), memory.spread_bytes)
+
+    @cached_property
+    def _orders(self) -> dict[tuple[str, int, int, int], list[InOrder]]:
+        return {}
 
     def fits(self, strategy: Strategy) -> bool:
         """True if the fullest rank has room, by the closed form."""
         most = max(held.total for held in self.held(strategy)) * self.software.reserved
         return most + self.software.context_bytes <= self.machine.facts.memory_bytes
 
-    def problem(self, strategy: Strategy, *, budgets: bool) -> Problem | None:
-        """The scheduling problem of a strategy; None if with budgets the states alone have no room."""
+    def problem(self, strategy: Strategy, *, budgets: bool, microbatches: int | None = None) -> Problem | None:
+        """The scheduling problem of a strategy; None if with budgets the states alone have no room.
+
+        `microbatches`: of a step, if they are not those of the global batch.
+        """
         efficiencies = self.machine.efficiencies_of(strategy.precision, self.software_name)
         layers = strategy_layers(self.model, self.machine, strategy, self.sequence, self.software, efficiencies)
         if not budgets:
             layers = layers.model_copy(update={"memory_bytes": None})
-        batching = Batching(strategy.microbatch_size, strategy.microbatches(self.global_batch))
+        batching = Batching(strategy.microbatch_size, microbatches or strategy.microbatches(self.global_batch))
         leaves = strategy.offload == "yes"
         return build_problem(layers, strategy_partition(self.model, strategy), batching, offload=leaves)
 
@@ -171,7 +212,7 @@ def ranks_of(job: Job, strategy: Strategy, schedule: str | Path) -> list[Rank]:
         found = published_schedule(job, replace(strategy, schedule=schedule))
     software = job.software
     ranks = []
-    for device, held in enumerate(job.held(strategy)):
+    for device, held in enumerate(job.memory(strategy).devices()):
         peak, op = _peak(found, device)
         allocated = held.weights + held.gradients + held.optimizer + peak
         ranks.append(
@@ -210,6 +251,17 @@ def published_schedule(job: Job, strategy: Strategy, max_ops: float = inf) -> Sc
     problem = job.problem(strategy, budgets=False)
     assert problem is not None, "only budgets can be too small"
     return solve(problem, method, limits)
+
+
+def _published_orders(job: Job, strategy: Strategy) -> tuple[Problem, Orders]:
+    """The problem of a strategy and the orders of its schedule, those of `published_schedule`."""
+    problem = job.problem(strategy, budgets=True)
+    if problem is not None:
+        with suppress(MethodError):
+            return problem, published_orders(METHODS[strategy.schedule], problem)
+    problem = job.problem(strategy, budgets=False)
+    assert problem is not None, "only budgets can be too small"
+    return problem, published_orders(METHODS[strategy.schedule], problem)
 
 
 def _peak(schedule: Schedule, device: int) -> tuple[int, str]:
