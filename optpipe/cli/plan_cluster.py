@@ -207,7 +207,8 @@ def _print(plan: Plan, output: Path | None, memory_margin: float) -> None:
     )
     best = plan.best
     if best.end != "solved":
-        console.print("nothing fits. Maybe more GPUs; the least that was needed: " + plan.ratings[0].reason)
+        least = min(plan.ratings, key=lambda one: one.memory_bytes)
+        console.print(f"nothing fits: the least that is needed is {least.reason}, with {least.name}. Maybe more GPUs.")
         return
     bound_s = min(one.bound_s for one in plan.ratings)
     step = f"take {best.name}: {time_text(1e6 * best.seconds)} a step"
@@ -295,13 +296,16 @@ def _lost(plan: Plan, one: Rated) -> str:
 
 
 def _asked(plan: Plan, rater: Rater, wanted: Mapping[str, Any]) -> Rated | None:
-    """The fastest strategy with these degrees, rated even if its bound had beaten it; None if none is legal."""
+    """The fastest strategy with these degrees, rated even if its bound had beaten it; None if none is legal.
+
+    Where none fits it is the one that needs least memory.
+    """
     found = [one for one in plan.ratings if _matches(one.strategy, wanted)]
     if not found:
         return None
     promising = sorted(found, key=lambda one: one.bound_s)[:MOST_RATED]
     rated = [rater.rate(one.strategy, one.bound_s) if one.end == "beaten" else one for one in (found[0], *promising)]
-    return min(rated, key=lambda one: one.seconds)
+    return min(rated, key=lambda one: (one.seconds, one.memory_bytes))
 
 
 def _why_entry(plan: Plan, wanted: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -468,9 +468,9 @@ def _cut(job: Job, strategy: Strategy) -> list[int]:
 
 
 def rank_memory(job: Job, strategy: Strategy, schedule: Schedule | None) -> list[dict[str, float]]:
-    """Bytes by kind on each device of the pipeline, under a schedule or a published one in closed form."""
+    """Bytes by kind on each device of the pipeline, under a schedule or the published one of the strategy."""
     ranks = []
-    for device, held in enumerate(job.held(strategy)):
+    for device, held in enumerate(job.held(strategy) if schedule is None else job.memory(strategy).devices()):
         kinds = vars(held)
         if schedule is not None:
             kinds |= {"activations": schedule.devices[device].peak_bytes_any_timing, "logits": 0.0, "transient": 0.0}

@@ -147,8 +147,11 @@ def test_a_margin_of_memory_is_left(cli: Cli) -> None:
 
 
 def test_nothing_fits(cli: Cli) -> None:
-    run = cli("plan", "llama-3.1-405b", "--gpus", 8, "--machine", "h100", "--global-batch", 8, "--time-limit", 1)
+    job = ("llama-3.1-405b", "--gpus", 8, "--machine", "h100", "--global-batch", 8, "--time-limit", 1)
+    run = cli("plan", *job)
     assert (run.code, "nothing fits" in run.out) == (4, True)
+    least = min(cli("plan", *job, "--json").document["strategies"], key=lambda one: one["memory_bytes"])
+    assert f"the least that is needed is {least['reason']}, with {least['name']}." in run.out
 
 
 def test_all_activations_leave(cli: Cli) -> None:
