@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,14 +74,17 @@ def command(
     Ranks of one stage are alike, so there is a row for each device of the pipeline. What does not fit is answered with
     the one change that costs least time.
     """
+    from optpipe.cluster.layers import strategy_cut
     from optpipe.cluster.machine import Machine
     from optpipe.cluster.model import load_model
     from optpipe.cluster.software import require_software
-    from solver.layout.fitting import Job, cheapest_change, ranks_of
-    from solver.layout.strategies import WITH_PASSES, check_values, require_stages
+    from optpipe.schedule import Schedule
+    from solver.layout.asked import as_asked, cheapest_change, longer_pipeline
+    from solver.layout.fitting import Job, ranks_of
+    from solver.layout.strategies import check_values
 
     check_values("vocabulary", [vocabulary], "--vocabulary")
-    strategy = Degrees(gpus, tp, cp, ep, etp, pp, vpp, dp).strategy(
+    plain = Degrees(gpus, tp, cp, ep, etp, pp, vpp, dp).strategy(
         microbatch_size=microbatch_size,
         precision=precision.value,
         sharding=sharding.value,
@@ -90,30 +92,27 @@ def command(
         vocabulary=vocabulary,
         expert_imbalance=1.0 if expert_imbalance is None else expert_imbalance,
     )
-    file = Path(schedule) if schedule and Path(schedule).exists() else None
-    default = WITH_PASSES if vocabulary == "spread" and not file else "1f1b" if vpp == 1 else "interleaved-1f1b"
-    strategy = replace(strategy, schedule=default if file or schedule is None else schedule)
+    asked = Schedule.load(Path(schedule)) if schedule and Path(schedule).exists() else schedule
     known = Machine.load(machine)
     trainer = require_software(software, known.measured_software, "--software")
     job = Job(load_model(model), known, sequence, global_batch, trainer, software)
-    job.require_rates([strategy.precision])
-    job.rules(gpus).require(strategy)
-    if file is None:
-        require_stages(strategy)
+    job.require_rates([plain.precision])
+    strategy = as_asked(job, plain, asked, gpus)
     with doing_long(f"timing {strategy.schedule} of {job.model.name}"):
         try:
-            ranks = ranks_of(job, strategy, file or strategy.schedule)
+            ranks = ranks_of(job, strategy, strategy.schedule if asked is None else asked)
         except MethodError as error:  # its exit code is that of a job that does not fit
             raise InputError([Issue("schedule", "cannot_run", f"cannot run: {error}")]) from None
     capacity = known.facts.memory_bytes
     fits = all(rank.total <= capacity for rank in ranks)
-    change = None if fits else cheapest_change(job, strategy)
+    change = None if fits else cheapest_change(job, plain, asked, fixed_data=dp is not None)
     if as_json:
         document: dict[str, Any] = {
             "fits": fits,
             "memory_bytes": capacity,
             "ranks": [_entry(rank, capacity) for rank in ranks],
             "change": None,
+            "cut": strategy_cut(job.model, strategy),
             "seconds": job.seconds(strategy),
             "error": job.error(strategy),
             "assumptions": list(job.model.assumptions),
@@ -129,6 +128,10 @@ def command(
         left = (capacity - rank.total) / GIB
         rows.add_row(str(rank.device), *sizes, f"{rank.total / GIB:.2f}", f"{left:.2f}", rank.op_at_peak)
     console.print(rows)
+    if isinstance(asked, Schedule) and strategy.pipeline > 1:
+        cut = ",".join(map(str, strategy_cut(job.model, strategy)))
+        says = f"{schedule} says it" if strategy.stage_layers else f"as even as can be: {schedule} does not say it"
+        console.print(f"cut {cut}, {says}")
     for sentence in job.model.assumptions:
         console.print(sentence)
     fullest = max(ranks, key=lambda rank: rank.total)
@@ -143,7 +146,8 @@ def command(
         slower = change_text(job.seconds(change[1]), job.seconds(strategy))
         console.print(f"the cheapest change that fits: {change[0]} ({slower} time)")
     else:
-        console.print("no single change of it fits. Maybe more GPUs, or a larger --pp with --recompute full.")
+        longer = longer_pipeline(job, plain, asked, fixed_data=dp is not None)
+        console.print(f"no single change of it fits. Maybe {f'{longer[0]}, or ' if longer else ''}more GPUs.")
     return 1
 
 

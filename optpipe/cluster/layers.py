@@ -51,6 +51,12 @@ def strategy_partition(model: Model, strategy: Strategy) -> Partition:
     )
 
 
+def strategy_cut(model: Model, strategy: Strategy) -> list[int]:
+    """Layers of each stage; a head whose rows lie on all devices counts in the last."""
+    *sizes, last = strategy_partition(model, strategy).sizes
+    return [*sizes, last + (strategy.vocabulary == "spread")]
+
+
 def host_copies(facts: Facts) -> dict[str, Any] | None:
     """Copies to and from the host, for a layer profile; None where their rate is not known."""
     if not facts.host_rate:

@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from optpipe.cluster.costs import ideal_seconds, work
-from optpipe.cluster.layers import strategy_layers, strategy_partition
+from optpipe.cluster.layers import strategy_cut, strategy_layers
 from optpipe.cluster.strategy import V_SHAPED, Strategy, Vocabulary
 from optpipe.display import Displayed, Summary
 from optpipe.errors import InputError, Issue
@@ -290,11 +290,11 @@ class Plan(Displayed):
             "ranks": rank_memory(self.job, strategy, found.schedule if found else None),
             "output_layer": self._places(),
             "placement": placement_name(kind, strategy.virtual),
-            "cut": stage_sizes(found.layers, found.layout) if found else _cut(self.job, strategy),
+            "cut": stage_sizes(found.layers, found.layout) if found else strategy_cut(self.job.model, strategy),
             "published": {
                 "schedule": rated.strategy.schedule,
                 "vpp": rated.strategy.virtual,
-                "cut": _cut(self.job, rated.strategy),
+                "cut": strategy_cut(self.job.model, rated.strategy),
                 "recompute": rated.strategy.recompute,
                 "seconds": rated.seconds,
             },
@@ -459,12 +459,6 @@ def _with(job: Job, ratings: Iterable[Rated], found: Solved) -> list[Rated]:
     if any(one.seconds <= found.seconds for one in same):
         return list(ratings)
     return sorted([*(one for one in ratings if one not in same), better], key=_order)
-
-
-def _cut(job: Job, strategy: Strategy) -> list[int]:
-    """Layers of each stage; a head whose rows lie on all devices counts in the last."""
-    *sizes, last = strategy_partition(job.model, strategy).sizes
-    return [*sizes, last + (strategy.vocabulary == "spread")]
 
 
 def rank_memory(job: Job, strategy: Strategy, schedule: Schedule | None) -> list[dict[str, float]]:

@@ -1,13 +1,12 @@
-"""Memory of each rank of a strategy under a schedule, and the cheapest change by which it fits."""
+"""Memory of each rank of a strategy under a schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -21,10 +20,18 @@ from optpipe.cluster.model import Model
 from optpipe.cluster.rules import Rules
 from optpipe.cluster.software import Software
 from optpipe.cluster.strategy import Precision, Strategy
-from optpipe.errors import InfeasibleError, InputError, Issue, MethodError, NoSolutionError
+from optpipe.errors import (
+    DeadlockError,
+    InfeasibleError,
+    InputError,
+    Issue,
+    MethodError,
+    NoSolutionError,
+    OrderError,
+)
 from optpipe.memory import planned_memory
 from optpipe.ops import Orders
-from optpipe.partition import Batching, build_problem
+from optpipe.partition import Batching, build_problem, check_layer_modes
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
@@ -184,30 +191,39 @@ class Job:
         most = max(held.total for held in self.held(strategy)) * self.software.reserved
         return most + self.software.context_bytes <= self.machine.facts.memory_bytes
 
-    def problem(self, strategy: Strategy, *, budgets: bool, microbatches: int | None = None) -> Problem | None:
+    def problem(
+        self, strategy: Strategy, *, budgets: bool, microbatches: int | None = None, of: Schedule | None = None
+    ) -> Problem | None:
         """The scheduling problem of a strategy; None if with budgets the states alone have no room.
 
-        `microbatches`: of a step, if they are not those of the global batch.
+        `microbatches`: of a step, if they are not those of the global batch. It has the offload and the activation
+        modes of the schedule that it is made for (`of`), if any. Raises InputError for a mode that layers have not.
         """
         efficiencies = self.machine.efficiencies_of(strategy.precision, self.software_name)
         layers = strategy_layers(self.model, self.machine, strategy, self.sequence, self.software, efficiencies)
         if not budgets:
             layers = layers.model_copy(update={"memory_bytes": None})
         batching = Batching(strategy.microbatch_size, microbatches or strategy.microbatches(self.global_batch))
-        leaves = strategy.offload == "yes"
-        return build_problem(layers, strategy_partition(self.model, strategy), batching, offload=leaves)
+        leaves = strategy.offload == "yes" or (of is not None and any(device.offload for device in of.devices))
+        modes = () if of is None else of.mode_names
+        check_layer_modes(layers, modes, "schedule")
+        return build_problem(layers, strategy_partition(self.model, strategy), batching, offload=leaves, modes=modes)
 
 
-def ranks_of(job: Job, strategy: Strategy, schedule: str | Path) -> list[Rank]:
-    """Memory of each device of the pipeline under a published schedule, or under the orders of a file.
+def ranks_of(job: Job, strategy: Strategy, schedule: str | Schedule) -> list[Rank]:
+    """Memory of each device of the pipeline under a published schedule, or under the orders of another one.
 
     Raises InputError and MethodError where the schedule is for another pipeline.
     """
-    if isinstance(schedule, Path):
-        problem = job.problem(strategy, budgets=False)
+    if isinstance(schedule, Schedule):
+        problem = job.problem(strategy, budgets=False, of=schedule)
         assert problem is not None, "only budgets can be too small"
-        orders = Schedule.load(schedule).orders_in(problem)
-        found = Solution(orders, simulate(problem, orders).value_us, 0.0, "given").to_schedule(problem, 0.0)
+        try:
+            orders = schedule.orders_in(problem)
+            found = Solution(orders, simulate(problem, orders).value_us, 0.0, "given").to_schedule(problem, 0.0)
+        except (OrderError, DeadlockError) as error:
+            detail = f"cannot run with these options: {error}"
+            raise InputError([Issue("schedule", "cannot_run", detail)]) from None
     else:
         found = published_schedule(job, replace(strategy, schedule=schedule))
     software = job.software
@@ -265,44 +281,8 @@ def _published_orders(job: Job, strategy: Strategy) -> tuple[Problem, Orders]:
 
 
 def _peak(schedule: Schedule, device: int) -> tuple[int, str]:
-    """Most bytes of activations on a device, and the compute op that begins them."""
+    """Most bytes of activations on a device under any timing, and the compute op that begins them as planned."""
     curve = planned_memory(schedule, device)
     at_us = float(curve.times_us[int(np.argmax(curve.bytes))])
     running = [op for op in schedule.devices[device].compute if op.start_us <= at_us]
-    return curve.peak_bytes, str(running[-1].key) if running else ""
-
-
-def cheapest_change(job: Job, strategy: Strategy) -> tuple[str, Strategy] | None:
-    """The single change of a strategy that fits and costs least time, with its name; None if none fits."""
-    fitting = [
-        (job.seconds(changed), name, changed)
-        for name, changed in _changes(strategy)
-        if job.is_legal(changed) and job.fits(changed)
-    ]
-    if not fitting:
-        return None
-    _, name, best = min(fitting, key=lambda one: one[0])
-    return name, best
-
-
-def _changes(one: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """All strategies that differ from this one in one choice, with as many GPUs."""
-    if one.recompute != "full":
-        yield "--recompute full", replace(one, recompute="full")
-    for place in ("last", "own"):
-        if place != one.vocabulary and one.pipeline > 1:
-            order = "1f1b" if one.vocabulary == "spread" else one.schedule
-            yield f"--vocabulary {place}", replace(one, vocabulary=place, schedule=order)
-    for sharding in ("optimizer", "fsdp"):
-        if sharding != one.sharding and not (sharding == "fsdp" and one.pipeline > 1):
-            yield f"--sharding {sharding}", replace(one, sharding=sharding)
-    for factor in (2, 4, 8):
-        if one.microbatch_size % factor == 0:
-            smaller = one.microbatch_size // factor
-            yield f"--microbatch-size {smaller}", replace(one, microbatch_size=smaller)
-        if one.data % factor == 0:
-            fewer = one.data // factor
-            yield f"--tp {one.tensor * factor}", replace(one, tensor=one.tensor * factor, data=fewer)
-            yield f"--pp {one.pipeline * factor}", replace(one, pipeline=one.pipeline * factor, data=fewer)
-            yield f"--cp {one.context * factor}", replace(one, context=one.context * factor, data=fewer)
-        yield f"--ep {one.expert * factor}", replace(one, expert=one.expert * factor)
+    return schedule.devices[device].peak_bytes_any_timing, str(running[-1].key) if running else ""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from optpipe.cluster.layers import strategy_layers, strategy_partition
 from optpipe.cluster.machine import Machine, named_machines
 from optpipe.cluster.memory import MemoryModel
 from optpipe.cluster.model import load_model
+from optpipe.cluster.software import MEGATRON
 from optpipe.cluster.strategy import Strategy, Vocabulary
+from optpipe.partition import Batching, build_problem, name_with_cut
+from optpipe.schedule import Schedule, schedule_text
+from solver.build import build_schedule
+from solver.layout.fitting import Job
+from solver.methods import METHODS, published_orders
 from tests.optpipe.cli.conftest import Cli
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published"
@@ -102,6 +110,89 @@ def test_a_schedule_from_a_file_is_held_as_it_is(cli: Cli, tmp_path: Path) -> No
         for schedule in ("gpipe", tmp_path / "gpipe.json", "1f1b")
     ]
     assert held[0] == held[1] > 8 * held[2]
+
+
+def _schedule_file(
+    folder: Path, method: str, offload: bool = False, modes: tuple[str, ...] = ()
+) -> tuple[Path, Schedule]:
+    """A schedule of an uneven cut, as a plan writes it."""
+    job = Job(load_model("llama-3.1-8b"), named_machines()["h100"], 12288, 64, MEGATRON)
+    strategy = Strategy(pipeline=4, data=2, stage_layers=(6, 9, 9, 8))
+    layers = strategy_layers(job.model, job.machine, strategy, job.sequence)
+    layout = strategy_partition(job.model, strategy)
+    name = name_with_cut(layers, layout)
+    problem = build_problem(layers, layout, Batching(1, 32), offload=offload, modes=modes, name=name)
+    assert problem is not None
+    schedule = build_schedule(problem, published_orders(METHODS[method], problem), 0.0, method, 0.0)
+    (folder / "schedule.json").write_text(schedule_text(schedule))
+    return folder / "schedule.json", schedule
+
+
+FILE_JOB = ("llama-3.1-8b", "--gpus", 8, "--machine", "h100", "--sequence", 12288, "--global-batch", 64)
+
+
+@pytest.mark.parametrize(
+    ("method", "offload"), [("1f1b", False), ("ada-offload", True)], ids=["cut", "cut and offload"]
+)
+def test_a_plans_schedule_is_judged_with_its_cut_and_copies(
+    cli: Cli, tmp_path: Path, method: str, offload: bool
+) -> None:
+    file, schedule = _schedule_file(tmp_path, method, offload)
+    assert any(device.offload for device in schedule.devices) == offload
+    run = cli("fits", *FILE_JOB, "--pp", 4, "--schedule", file, "--json")
+    assert (run.code, run.document["cut"]) == (0, [7, 9, 9, 9])
+    held = [rank["activations_bytes"] for rank in run.document["ranks"]]
+    assert held == [device.peak_bytes_any_timing for device in schedule.devices]
+    assert f"cut 7,9,9,9, {file} says it" in cli("fits", *FILE_JOB, "--pp", 4, "--schedule", file).out.replace("\n", "")
+
+
+def test_the_modes_of_a_file_say_what_is_recomputed(cli: Cli, tmp_path: Path) -> None:
+    file, schedule = _schedule_file(tmp_path, "1f1b-recompute", modes=("selective",))
+    for recompute in ("none", "full"):
+        run = cli("fits", *FILE_JOB, "--pp", 4, "--schedule", file, "--recompute", recompute, "--json")
+        held = [rank["activations_bytes"] for rank in run.document["ranks"]]
+        assert held == [device.peak_bytes_any_timing for device in schedule.devices]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--pp", 2), "schedule has 4 devices, but pp is 2. Maybe --pp 4."),
+        (("--pp", 4, "--vpp", 2), "schedule has 1 stages on each device, but vpp is 2. Maybe --vpp 1."),
+        (("--pp", 4, "--microbatch-size", 2), "schedule runs 32 microbatches, but a step has 16. Maybe another"),
+        (
+            ("--pp", 4, "--vocabulary", "spread"),
+            "rows in one stage, but vocabulary is spread. Maybe --vocabulary last.",
+        ),
+    ],
+)
+def test_a_schedule_of_another_job_is_refused(
+    cli: Cli, tmp_path: Path, options: tuple[object, ...], message: str
+) -> None:
+    file, _ = _schedule_file(tmp_path, "ada-offload", offload=True)
+    run = cli("fits", *FILE_JOB, *options, "--schedule", file)
+    assert (run.code, message in run.err) == (2, True), run.err
+
+
+@pytest.mark.parametrize("fixed", [{}, {"--dp": "4"}], ids=["replicas left over", "replicas given"])
+@pytest.mark.parametrize(("sequence", "schedule"), [(16384, {}), (4096, {"--schedule": "gpipe"})])
+def test_the_cheapest_change_fits_as_the_command_that_it_makes(
+    cli: Cli, sequence: int, schedule: dict[str, str], fixed: dict[str, str]
+) -> None:
+    job = ("llama-3.1-8b", "--gpus", 8, "--machine", "h100", "--sequence", sequence, "--global-batch", 64)
+    options = {"--pp": "2"} | schedule | fixed
+    run = cli("fits", *job, *chain.from_iterable(options.items()), "--json")
+    assert run.code == 1
+    words = run.document["change"]["option"].split()
+    options |= dict(zip(words[::2], words[1::2], strict=True))
+    assert cli("fits", *job, *chain.from_iterable(options.items())).code == 0
+
+
+def test_what_is_proposed_exists(cli: Cli) -> None:
+    """No pipeline is longer than the GPUs."""
+    job = ("llama-3.1-405b", "--gpus", 8, "--machine", "h100", "--sequence", 4096, "--global-batch", 64)
+    run = cli("fits", *job, "--pp", 8, "--recompute", "full")
+    assert (run.code, run.out.splitlines()[-1]) == (1, "no single change of it fits. Maybe more GPUs.")
 
 
 def _problem(cli: Cli, folder: Path) -> tuple[Path]:

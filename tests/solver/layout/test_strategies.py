@@ -14,7 +14,8 @@ from optpipe.cluster.machine import named_machines
 from optpipe.cluster.model import load_model
 from optpipe.cluster.software import MEGATRON, software_of
 from optpipe.cluster.strategy import Strategy
-from solver.layout.fitting import Job, cheapest_change
+from solver.layout.asked import cheapest_change
+from solver.layout.fitting import Job
 from solver.layout.strategies import Rated, Rater, families, rate_all, variants
 from tests.heavy_head import heavy_job
 from tests.sample import some
