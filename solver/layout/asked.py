@@ -57,6 +57,7 @@ def _as_in_file(job: Job, strategy: Strategy, schedule: Schedule) -> Strategy:
         place, instead = ("on all devices", "spread") if problem.spread else ("in one stage", "last")
         detail = f"has the output layer's rows {place}, but vocabulary is {strategy.vocabulary}. "
         raise _other(f"{detail}Maybe --vocabulary {instead}.")
+    job.require_rates((), offload=any(device.offload for device in schedule.devices))
     changes: dict[str, Any] = {"recompute": "none"} if schedule.mode_names else {}
     if name_of_placement([stage.device for stage in problem.stages]) == "v":
         changes["schedule"] = "zb-v"

@@ -222,7 +222,7 @@ def ranks_of(job: Job, strategy: Strategy, schedule: str | Schedule) -> list[Ran
             orders = schedule.orders_in(problem)
             found = Solution(orders, simulate(problem, orders).value_us, 0.0, "given").to_schedule(problem, 0.0)
         except (OrderError, DeadlockError) as error:
-            detail = f"cannot run with these options: {error}"
+            detail = f"cannot run with these options: {error}. Maybe it was edited, or is of another job."
             raise InputError([Issue("schedule", "cannot_run", detail)]) from None
     else:
         found = published_schedule(job, replace(strategy, schedule=schedule))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from optpipe.cluster import machine as machine_module
 from optpipe.cluster.layers import strategy_layers, strategy_partition
 from optpipe.cluster.machine import Machine, named_machines
 from optpipe.cluster.memory import MemoryModel
@@ -172,6 +173,16 @@ def test_a_schedule_of_another_job_is_refused(
     file, _ = _schedule_file(tmp_path, "ada-offload", offload=True)
     run = cli("fits", *FILE_JOB, *options, "--schedule", file)
     assert (run.code, message in run.err) == (2, True), run.err
+
+
+def test_offloads_of_a_file_need_a_rate_of_copies(cli: Cli, tmp_path: Path) -> None:
+    file, _ = _schedule_file(tmp_path, "ada-offload", offload=True)
+    facts = (Path(machine_module.__file__).parent / "machines" / "h100.toml").read_text().splitlines()
+    machine = tmp_path / "machine.toml"
+    machine.write_text("\n".join(line for line in facts if "host_bytes" not in line))
+    job = [machine if word == "h100" else word for word in FILE_JOB]
+    run = cli("fits", *job, "--pp", 4, "--schedule", file)
+    assert (run.code, "offload is yes but host_bytes_per_s of" in run.err) == (2, True), run.err
 
 
 @pytest.mark.parametrize("fixed", [{}, {"--dp": "4"}], ids=["replicas left over", "replicas given"])
