@@ -186,11 +186,6 @@ class Job:
     def _orders(self) -> dict[tuple[str, int, int, int], list[InOrder]]:
         return {}
 
-    def fits(self, strategy: Strategy) -> bool:
-        """True if the fullest rank has room, by the closed form."""
-        most = max(held.total for held in self.held(strategy)) * self.software.reserved
-        return most + self.software.context_bytes <= self.machine.facts.memory_bytes
-
     def problem(
         self, strategy: Strategy, *, budgets: bool, microbatches: int | None = None, of: Schedule | None = None
     ) -> Problem | None:

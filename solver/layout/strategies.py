@@ -294,7 +294,7 @@ class OutputLayer(NamedTuple):
 
 
 class Rater:
-    """Rates strategies of a job by the closed forms of their schedules."""
+    """Rates strategies of a job: time by the closed forms of their schedules, memory at the peaks of these."""
 
     def __init__(self, job: Job, fixed: Fixed, objective: Objective = "time") -> None:
         self.job, self.fixed, self.objective = job, fixed, objective
