@@ -92,7 +92,8 @@ def command(
         vocabulary=vocabulary,
         expert_imbalance=1.0 if expert_imbalance is None else expert_imbalance,
     )
-    asked = Schedule.load(Path(schedule)) if schedule and Path(schedule).exists() else schedule
+    is_file = schedule is not None and (Path(schedule).exists() or Path(schedule).suffix == ".json")
+    asked = Schedule.load(Path(schedule)) if schedule and is_file else schedule
     known = Machine.load(machine)
     trainer = require_software(software, known.measured_software, "--software")
     job = Job(load_model(model), known, sequence, global_batch, trainer, software)

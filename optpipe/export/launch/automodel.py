@@ -136,7 +136,8 @@ def _refuse(launch: Launch) -> None:
         field = "pp"
     elif best.pp > 1 and model.tied:
         detail = f"is {best.pp}, but tie_word_embeddings is true, and a matrix that embedding and head share is on one "
-        field, detail = "pp", f"{detail}stage there: at most 1. Maybe plan with --pp 1."
+        detail += "stage there: at most 1. Maybe plan with --pp 1."
+        field = "pp"
     if field:
         raise InputError([Issue(f"best.{field}", "cannot_run", f"{detail}")])
 

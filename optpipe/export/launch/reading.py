@@ -383,10 +383,8 @@ class Launch:
             f"the plan's {planned} ({runs.seconds / best.seconds - 1:+.1%})"
         )
         if runs.cut != best.cut:
-            how, virtual = (
-                "even" if runs.cut[-1] > 1 else "even but for the output layer's own stage",
-                len(runs.cut) // best.pp,
-            )
+            how = "even" if runs.cut[-1] > 1 else "even but for the output layer's own stage"
+            virtual = len(runs.cut) // best.pp
             if virtual != best.vpp:
                 how += f", with {count_text(virtual, 'stage')} a device in place of the plan's {best.vpp}"
             yield f"cut: {how}, since {runs.recut}"

@@ -66,6 +66,7 @@ def test_a_job_that_does_not_fit_is_told_the_cheapest_change(cli: Cli) -> None:
             "schedule is 1f1b, which runs with vpp 1, but vpp is 2.",
         ),
         (("--pp", 4, "--schedule", "zb-v"), "but vpp is 1. Maybe vpp 2, or schedule 1f1b or zb-h1."),
+        (("--pp", 4, "--schedule", "none.json"), "none.json: cannot be read: No such file or directory. Maybe"),
         (("--pp", 4, "--vpp", 2, "--vocabulary", "spread"), "which runs with vpp 1, but vpp is 2. Maybe vpp 1."),
         (
             ("--pp", 4, "--vocabulary", "spread", "--schedule", "1f1b"),
