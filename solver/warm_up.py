@@ -1,7 +1,7 @@
 """Compiles every kernel once for an installation.
 
-Numba keeps what it compiles on disk. Without this the first solves would spend their time limits on compiling (some
-150 s of one core when measured), in child processes that may be killed before anything is kept. `python -m
+Numba keeps what it compiles on disk. Without this the first solves would spend their time limits on compiling (two to
+four minutes of one core), in child processes that may be killed before anything is kept. `python -m
 solver.warm_up` does it. A solve need not wait for the end: published schedules come first, and a search joins as soon
 as its own kernels are there (`solver.kernels.are_ready`).
 """
