@@ -231,15 +231,13 @@ def command(
         exported = chosen.export(loaded, **({"drop_offload": True} if drop_offload else {}))
     for note in exported.notes:
         stderr().print(note)
-    if to_stdout:
-        print(exported.content, end="")  # text: pictures are drawn by `optpipe plot`
+    if to_stdout:  # the content and nothing else; text, since pictures are drawn by `optpipe plot`
+        print(exported.content, end="")
     else:
         write_atomically(output, exported.content)
-    if to_stdout:
-        pass  # it holds the content and nothing else
-    elif as_json:
+    if as_json and not to_stdout:
         print_json({"output": str(output), "to": str(to), **exported.facts})
-    else:
+    elif not to_stdout:
         if exported.rows:
             rows = table(*exported.rows[0], wraps=True)
             for row in exported.rows[1:]:

@@ -309,7 +309,7 @@ def _asked(plan: Plan, rater: Rater, wanted: Mapping[str, Any]) -> Rated | None:
 
 
 def _why_entry(plan: Plan, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What --why adds to the JSON: `why`, an entry as those of `strategies`; null if no strategy is legal."""
+    """Entry `why` of the JSON, as those of `strategies`; null if no strategy that --why asks for is legal."""
     from solver.layout.cluster_plan import strategy_entry
     from solver.layout.strategies import Rater
 

@@ -36,8 +36,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.build import peak_budgets
-from solver.layout.peaks import COUNTED, enough_microbatches, held_in, peak_bytes
-from solver.layout.peaks import Held as InOrder
+from solver.layout.peaks import COUNTED, Counts, counts_in, enough_microbatches, peak_bytes
 from solver.limits import Limits
 from solver.methods import METHODS, published_orders
 from solver.solution import Solution
@@ -179,11 +178,11 @@ class Job:
         if key not in self._orders:
             problem = self.problem(strategy, budgets=False, microbatches=m)
             assert problem is not None, "only budgets can be too small"
-            self._orders[key] = held_in(problem, published_orders(METHODS[name], problem))
+            self._orders[key] = counts_in(problem, published_orders(METHODS[name], problem))
         return peak_bytes(self._orders[key], memory.stages(), memory.spread_bytes)
 
     @cached_property
-    def _orders(self) -> dict[tuple[str, int, int, int], list[InOrder]]:
+    def _orders(self) -> dict[tuple[str, int, int, int], list[Counts]]:
         return {}
 
     def problem(

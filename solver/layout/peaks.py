@@ -26,8 +26,8 @@ F, B, W, BW = map(KINDS.index, ("F", "B", "W", "BW"))
 Floats = NDArray[np.float64]
 
 
-class Held(NamedTuple):
-    """What a device holds at the starts of its compute ops, as numbers of microbatches: a row for each that differs."""
+class Counts(NamedTuple):
+    """Numbers of microbatches that a device holds at the starts of its compute ops: a row for each that differs."""
 
     stages: Sequence[int]
     """Stages of the device: the columns of `kept` and `operands`."""
@@ -50,15 +50,15 @@ def enough_microbatches(schedule: str, devices: int, microbatches: int) -> int:
     return microbatches if grows else min(microbatches, most)
 
 
-def held_in(problem: Problem, orders: Orders) -> list[Held]:
-    """What each device holds in the order of its compute ops."""
+def counts_in(problem: Problem, orders: Orders) -> list[Counts]:
+    """Numbers of microbatches that each device holds in the order of its compute ops."""
     return [
-        _held(OpArray.of(device.compute).numbered(problem.pass_names), stages, len(KINDS))
+        _counts(OpArray.of(device.compute).numbered(problem.pass_names), stages, len(KINDS))
         for device, stages in zip(orders.devices, problem.stages_of, strict=True)
     ]
 
 
-def _held(ops: OpArray, stages: Sequence[int], first_pass: int) -> Held:
+def _counts(ops: OpArray, stages: Sequence[int], first_pass: int) -> Counts:
     here, kind = ops.stage[:, None] == np.array(stages), ops.kind[:, None]
     begins, ends, splits, frees = (here & np.isin(kind, kinds) for kinds in ([F], [B, BW], [B], [W]))
     first, second = (ops.kind == first_pass + n for n in range(2))
@@ -71,7 +71,7 @@ def _held(ops: OpArray, stages: Sequence[int], first_pass: int) -> Held:
     rows = np.unique(np.column_stack([*counts, backward, in_stage]).astype(np.int32), axis=0)
     n = len(stages)
     floats = rows.astype(np.float64)  # products of floats are the fast ones
-    return Held(stages, floats[:, :n], floats[:, n : 2 * n], floats[:, 2 * n], rows[:, -2] > 0, rows[:, -1])
+    return Counts(stages, floats[:, :n], floats[:, n : 2 * n], floats[:, 2 * n], rows[:, -2] > 0, rows[:, -1])
 
 
 def _before(happens: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -79,7 +79,7 @@ def _before(happens: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.asarray(np.cumsum(happens, axis=0) - happens)
 
 
-def peak_bytes(devices: Sequence[Held], sizes: StageBytes, spread_bytes: float) -> Floats:
+def peak_bytes(devices: Sequence[Counts], sizes: StageBytes, spread_bytes: float) -> Floats:
     """Peak of each device, for the bytes of its stages and of what a pass keeps."""
     peaks = []
     for held in devices:

@@ -209,7 +209,7 @@ def test_the_text_of_a_model_of_several_media() -> None:
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5 but there are 4 experts"),
         ({"layer_types": "full", "sliding_window": 8}, "layer_types is 'full' but must be a list"),
         ({"mamba_num_heads": 4}, "mamba_num_heads stands for state space layers"),
-        ({"interleave_moe_layer_step": 2}, "interleave_moe_layer_step stands for experts in every"),
+        ({"interleave_moe_layer_step": 2}, "interleave_moe_layer_step stands for shared experts, and"),
         ({"model_type": "other", "layer_types": ["full_attention", "mamba"]}, "layer_types has 'mamba', but only"),
         (
             {"model_type": "other", "layer_types": ["full_attention"]},

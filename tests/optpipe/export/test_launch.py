@@ -405,7 +405,7 @@ def test_ranks_that_no_host_has_room_for_are_not_in_the_prediction() -> None:
 
 
 def test_the_prediction_is_of_the_products_that_run() -> None:
-    """What torchtitan runs in other precision has the time of that, unless nobody knows the machine."""
+    """The step is that of the precision in which torchtitan runs, unless nobody knows the machine."""
     fixed: dict[str, Any] = {"tp": 8, "pp": 1, "microbatch_size": 2, "sharding": "fsdp"}
     for model, other in (("llama-3.1-70b", "fp8"), ("llama-3.1-405b", "bf16")):
         both = {one: planned(model, 64 if other == "fp8" else 512, precision=one, **fixed) for one in ("bf16", "fp8")}
