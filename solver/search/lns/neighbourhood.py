@@ -242,7 +242,8 @@ def with_split_backwards(problem: Problem, orders: Orders) -> Orders:
         if op.kind in ("CB", "CBW") and split:
             inside.add(backward)
         if op.kind in ("BW", "CBW") and split:
-            middle = end - problem.stage_of(*op[1:]).backward_weight_us
+            # Rounded, the difference may lie before a B without length, and W would then be the first of the two.
+            middle = max(start, end - problem.stage_of(*op[1:]).backward_weight_us)
             planned[backward], planned[Op("W", *op[1:])] = (start, middle), (middle, end)
         else:
             planned[backward if op.kind == "CB" and split else op] = (start, end)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from instances import HALF, uniform
-from optpipe.ops import Op, Orders
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
@@ -18,6 +18,7 @@ from solver.build import build_schedule, within_budgets
 from solver.limits import Limits
 from solver.published.one_stage import one_f_one_b
 from solver.published.zb_auto import zb_auto
+from solver.search.lns.neighbourhood import with_split_backwards
 from solver.search.lns.search import LAST_SHARE, NEAR, _Search, lns_search
 from solver.serial import serial_orders
 from solver.solution import Solution
@@ -51,6 +52,20 @@ def test_every_answer_is_valid_and_better_than_the_one_before(problem: Problem) 
     for one in seen:
         assert one.orders is not None
         assert build_schedule(problem, one.orders, one.bound_us, "windows", 0.0).value_us == one.value_us
+
+
+def test_a_backward_without_length_stays_in_front_of_its_w() -> None:
+    """BW starts at 3.6 us (0.5 + 3 + 0.1), and 4.6 - 1 is less than that in floats."""
+    sizes = {"activation_bytes": 0, "backward_weight_bytes": 0, "backward_weight_us": 1}
+    stages = [
+        {"device": 0, "forward_us": 0.5, "backward_input_us": 1, **sizes},
+        {"device": 1, "forward_us": 0.1, "backward_input_us": 0, **sizes},
+    ]
+    fields = {"microbatches": 1, "objective": "makespan", "devices": [{"memory_bytes": None}] * 2, "transfer_us": 3}
+    problem = Problem.from_data({"format": "optpipe.problem/1", "stages": stages, **fields})
+    fused = Orders([DeviceOrders([Op("F", 0, 0), Op("BW", 0, 0)]), DeviceOrders([Op("F", 1, 0), Op("BW", 1, 0)])])
+    split = with_split_backwards(problem, fused)
+    assert [op.kind for op in split.devices[1].compute] == ["F", "B", "W"]
 
 
 @pytest.mark.parametrize("name", ["makespan", "device_span", pytest.param("offload", marks=pytest.mark.slow)])
