@@ -30,6 +30,7 @@ def test_sources_are_kernels_and_the_constants_and_tables_that_they_use() -> Non
     assert {
         "solver.search.annealing.kernel",
         "solver.search.annealing.sequence",
+        "solver.search.annealing.table",
         "solver.search.modulo.pattern",
         "optpipe.kinds",
     } <= sources

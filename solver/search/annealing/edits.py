@@ -13,14 +13,7 @@ from numba import njit
 from optpipe.ops import Floats, Ints
 from solver.search.annealing.links import first_needing, has_links, last_needed
 from solver.search.annealing.sequence import (
-    NONE,
-    B,
-    C,
     Merged,
-    O,
-    R,
-    Table,
-    W,
     Word,
     below,
     block_at,
@@ -28,8 +21,8 @@ from solver.search.annealing.sequence import (
     note_blocks,
     set_time_in_block,
     time_in_block,
-    turned,
 )
+from solver.search.annealing.table import NONE, B, C, O, R, Table, W, turned
 
 UNTOUCHED = 1 << 40
 

@@ -32,20 +32,8 @@ from solver.search.annealing.links import (
     pass_classes,
     ready_us,
 )
-from solver.search.annealing.sequence import (
-    MARKS,
-    NONE,
-    B,
-    Merged,
-    Table,
-    W,
-    copy,
-    equal,
-    fill,
-    size,
-    time_in_block,
-    variable,
-)
+from solver.search.annealing.sequence import Merged, copy, equal, fill, size, time_in_block, variable
+from solver.search.annealing.table import MARKS, NONE, B, Table, W
 
 NEVER_US = 1e300
 

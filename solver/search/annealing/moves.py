@@ -25,19 +25,8 @@ from solver.search.annealing.edits import (
 )
 from solver.search.annealing.kernel import Latest, Times
 from solver.search.annealing.links import has_links, pass_classes
-from solver.search.annealing.sequence import (
-    B,
-    Merged,
-    O,
-    Table,
-    Word,
-    below,
-    size,
-    time_in_block,
-    time_of_pair,
-    turned,
-    unit,
-)
+from solver.search.annealing.sequence import Merged, Word, below, size, time_in_block, time_of_pair, unit
+from solver.search.annealing.table import B, O, Table, turned
 
 SHIFT, FILL, CHAIN, DIAGONAL, GRID, OFFLOAD, RELAY, OPTION, EXCHANGE, REORDER, JOIN = range(11)
 """The kinds of moves; OFFLOAD and RELAY need offloads, OPTION and EXCHANGE modes, REORDER a free order of microbatches,

@@ -34,12 +34,8 @@ from solver.search.annealing.kernel import (
 )
 from solver.search.annealing.moves import EXCHANGE, JOIN, MOVES, OFFLOAD, OPTION, RELAY, REORDER, propose
 from solver.search.annealing.sequence import (
-    MARKS,
-    NONE,
     Merged,
-    Table,
     Word,
-    build_table,
     copied,
     copy,
     equal,
@@ -50,6 +46,7 @@ from solver.search.annealing.sequence import (
     unit,
     variable,
 )
+from solver.search.annealing.table import MARKS, NONE, Table, build_table
 from solver.serial import serial_orders
 from solver.solution import OnSolution, Solution
 

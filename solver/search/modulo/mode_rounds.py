@@ -17,7 +17,7 @@ from optpipe.problem import Problem
 from solver.by_stage import ByStage, keep_what_fits
 from solver.limits import Limits
 from solver.plan_player import pass_costs
-from solver.search.annealing.sequence import budgets_bytes
+from solver.search.annealing.table import budgets_bytes
 from solver.search.modulo.pattern import Passes
 from solver.search.modulo.search import PatternSearch, WorkBudget
 from solver.solution import OnSolution, Solution

@@ -20,7 +20,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.limits import Limits
-from solver.search.annealing.sequence import budgets_bytes
+from solver.search.annealing.table import budgets_bytes
 from solver.search.modulo.beam import MOST_PERMUTATIONS, find_places
 from solver.search.modulo.ends import FIRST_PLAYS, Ends, Filler, few_units, first_ends, tuned_ends
 from solver.search.modulo.pattern import OffloadRelaxation, Passes, Pattern, orders_from_pattern, pattern_at

@@ -11,7 +11,7 @@ from dataclasses import replace
 from optpipe.problem import Problem
 from solver.limits import Limits
 from solver.microbatch_orders import Cycle, cycles, in_order, with_own_numbers
-from solver.search.annealing.sequence import budgets_bytes
+from solver.search.annealing.table import budgets_bytes
 from solver.search.modulo.pattern import Passes
 from solver.search.modulo.search import PatternSearch, run_searches
 from solver.solution import OnSolution, Solution

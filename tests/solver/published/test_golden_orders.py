@@ -22,7 +22,7 @@ from optpipe.errors import MethodError
 from optpipe.ops import Orders, orders_to_data
 from optpipe.problem import Problem
 from solver.methods import METHODS
-from solver.search.annealing.sequence import budgets_bytes
+from solver.search.annealing.table import budgets_bytes
 from solver.search.modulo.ends import Filler, few_units, first_ends, tuned_ends
 from solver.search.modulo.pattern import Passes, orders_from_pattern
 from solver.search.modulo.search import fitting_patterns

@@ -17,7 +17,8 @@ from solver.bounds.device import split_backward_suffices
 from solver.build import build_schedule, peak_budgets
 from solver.exact.milp.model import solve_milp
 from solver.limits import Limits
-from solver.search.annealing.sequence import build_table, merge, orders_from_sequences
+from solver.search.annealing.sequence import merge, orders_from_sequences
+from solver.search.annealing.table import build_table
 from solver.solution import Solution
 from solver.solve import solve
 from tests.recomputing import FULL, LEAVES, random_recomputing, recomputing

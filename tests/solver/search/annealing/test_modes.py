@@ -15,7 +15,8 @@ from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.build import build_schedule, peak_budgets
 from solver.limits import Limits
 from solver.search.annealing.search import BEST, local_search
-from solver.search.annealing.sequence import build_table, merge, orders_from_sequences
+from solver.search.annealing.sequence import merge, orders_from_sequences
+from solver.search.annealing.table import build_table
 from solver.solution import Solution
 from solver.solve import solve
 from tests.recomputing import FULL, LEAVES, random_recomputing, recomputing

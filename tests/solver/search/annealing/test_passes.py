@@ -14,7 +14,8 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.search.annealing.search import BEST, anneal, build_state
-from solver.search.annealing.sequence import build_table, merge, orders_from_sequences
+from solver.search.annealing.sequence import merge, orders_from_sequences
+from solver.search.annealing.table import build_table
 from solver.serial import serial_orders
 from tests.optpipe.test_spread import random_problem, vocabulary
 from tests.sample import examples

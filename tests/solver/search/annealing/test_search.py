@@ -20,7 +20,8 @@ from solver.build import build_schedule, over_budget, peak_budgets, within_budge
 from solver.limits import Limits
 from solver.search.annealing.kernel import empty_latest, empty_times, latest_starts, set_deadlines, sweep, value_us
 from solver.search.annealing.search import BEST, MEAN_SPAN, VALUE, State, anneal, build_state, local_search
-from solver.search.annealing.sequence import MARKS, NONE, build_table, copied, merge, orders_from_sequences
+from solver.search.annealing.sequence import copied, merge, orders_from_sequences
+from solver.search.annealing.table import MARKS, NONE, build_table
 from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.optpipe.test_blocks import random_blocks, random_problem

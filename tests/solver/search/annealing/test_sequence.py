@@ -14,7 +14,8 @@ from optpipe.simulate import simulate
 from optpipe.verify import verify
 from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.build import build_schedule
-from solver.search.annealing.sequence import Merged, Table, build_table, merge, orders_from_sequences
+from solver.search.annealing.sequence import Merged, merge, orders_from_sequences
+from solver.search.annealing.table import Table, build_table
 from tests.problems import problems
 from tests.random_plans import random_orders
 from tests.sample import examples

@@ -18,7 +18,8 @@ from solver.build import build_schedule
 from solver.limits import Limits
 from solver.scale import refuse_too_many_costs
 from solver.search.annealing.search import BEST, anneal, build_state, local_search
-from solver.search.annealing.sequence import build_table, merge, orders_from_sequences
+from solver.search.annealing.sequence import merge, orders_from_sequences
+from solver.search.annealing.table import build_table
 from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.solve import solve

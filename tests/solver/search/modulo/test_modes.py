@@ -11,7 +11,7 @@ from optpipe.ops import Floats
 from solver.bounds import lower_bound_us
 from solver.build import build_schedule
 from solver.by_stage import choices
-from solver.search.annealing.sequence import budgets_bytes
+from solver.search.annealing.table import budgets_bytes
 from solver.search.modulo.ends import Ends, Filler
 from solver.search.modulo.mode_rounds import ModeRound, keeping, planned_shares, spread_positions
 from solver.search.modulo.modes import modulo_with_modes

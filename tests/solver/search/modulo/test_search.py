@@ -18,7 +18,7 @@ from optpipe.stage import Stage
 from solver.bounds import lower_bound_us
 from solver.build import peak_budgets, within_budgets
 from solver.limits import Cancel, Limits
-from solver.search.annealing.sequence import budgets_bytes
+from solver.search.annealing.table import budgets_bytes
 from solver.search.modulo import Pattern, modulo_search
 from solver.search.modulo.ends import Ends, Filler, few_units
 from solver.search.modulo.pattern import Passes, orders_from_pattern

@@ -17,7 +17,7 @@ from solver.limits import Limits
 from solver.methods import METHODS, refuse_unsupported
 from solver.microbatch_orders import cycles
 from solver.published.seq1f1b import seq1f1b
-from solver.search.annealing.sequence import budgets_bytes
+from solver.search.annealing.table import budgets_bytes
 from solver.search.modulo.ends import Ends, Filler
 from solver.search.modulo.pattern import Passes, Pattern, orders_from_pattern
 from solver.search.modulo.search import fitting_patterns
